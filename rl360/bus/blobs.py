@@ -1,0 +1,81 @@
+"""Content-addressed bytes: `put` returns the digest, `get` verifies it. Files, written aside and renamed.
+
+A blob that reads back with another digest is an error that names it; nobody trains on it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing_extensions import Buffer
+from pathlib import Path
+from typing import Final
+
+import blake3
+
+from rl360.bus.payload import INLINE_LIMIT, Payload
+
+_SHARD: Final = 2
+
+
+class BlobError(Exception):
+    """A blob is missing or is not what its digest says."""
+
+
+def digest_of(data: Buffer) -> str:
+    """blake3 hex digest (64 characters)."""
+    return blake3.blake3(data).hexdigest()
+
+
+class BlobStore:
+    """A folder of content-addressed files, safe for many writers at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> Path:
+        return self.root / digest[:_SHARD] / digest
+
+    def put(self, data: Buffer) -> str:
+        """Store `data` and return its digest. Storing the same bytes again writes nothing."""
+        digest = digest_of(data)
+        path = self.path(digest)
+        if path.exists():
+            return digest
+        path.parent.mkdir(exist_ok=True)
+        aside = path.with_name(f"{digest}.{os.getpid()}.tmp")
+        try:
+            with open(aside, "wb", buffering=0) as f:
+                view = memoryview(data).cast("B")
+                while view:
+                    view = view[f.write(view) :]
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Read a blob. Raises BlobError when it is missing or damaged."""
+        path = self.path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise BlobError(f"blob {digest} is missing from {self.root}") from None
+        if digest_of(data) != digest:
+            raise BlobError(f"blob {path} is damaged: its bytes have another digest; restore it from a copy of the run")
+        return data
+
+    def pack(self, data: Buffer) -> Payload:
+        """Bytes as an event carries them: inline when small, else stored here and named by digest."""
+        view = memoryview(data).cast("B")
+        if len(view) <= INLINE_LIMIT:
+            return Payload(size=len(view), inline=bytes(view))
+        return Payload(size=len(view), digest=self.put(view))
+
+    def unpack(self, payload: Payload) -> bytes:
+        """The bytes of a payload, length checked (and digest, when they come from the store)."""
+        data = self.get(payload.digest) if payload.inline is None else payload.inline
+        if len(data) != payload.size:
+            raise BlobError(f"payload {payload.digest or 'inline'}: {len(data)} bytes, {payload.size} were announced")
+        return data

@@ -1,0 +1,99 @@
+"""Names on the bus: subjects, streams and deterministic message ids."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from rl360.bus import events as ev
+
+ANY: Final = "*"
+NONE: Final = "_"
+"""Stands for a step or a group that an event doesn't have."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}")
+
+
+def check_run_name(run: str) -> str:
+    """Return `run`, or raise ValueError: it becomes part of subjects, stream names and paths."""
+    if not _RUN_NAME.fullmatch(run):
+        raise ValueError(f"run name {run!r}: use 1-48 letters, digits, '-' or '_', starting with a letter or digit")
+    return run
+
+
+def stream(run: str) -> str:
+    """The journal of a run."""
+    return f"RL360_{run}"
+
+
+def dead_letter_stream(run: str) -> str:
+    return f"RL360_{run}_DLQ"
+
+
+def lease_bucket(run: str) -> str:
+    return f"RL360_{run}_LEASES"
+
+
+def lease_subject(run: str, key: str) -> str:
+    return f"rl360.{run}.lease.{key}"
+
+
+def subject(event: ev.Event) -> str:
+    """Subject of an event: `rl360.<run>.ev.<step>.<type>.<group>`."""
+    group = getattr(event, "group", None)
+    return pattern(
+        event.run,
+        step=NONE if event.step < 0 else str(event.step),
+        type_=type(event).__name__,
+        group=NONE if group is None else f"{group:03d}",
+    )
+
+
+def pattern(run: str, *, step: str = ANY, type_: str = ANY, group: str = ANY) -> str:
+    """Subject filter.
+
+    >>> pattern("demo", step="3", type_="GroupDecided")
+    'rl360.demo.ev.3.GroupDecided.*'
+    """
+    return f"rl360.{run}.ev.{step}.{type_}.{group}"
+
+
+_IDENTITY: dict[str, tuple[str, ...]] = {
+    "RunStarted": ("resumed",),
+    "RunFinished": ("why", "steps"),
+    "StepOpened": ("purpose",),
+    "StepClosed": ("purpose",),
+    "RolloutRequested": ("attempt",),
+    "RolloutAdmitted": ("attempt",),
+    "RolloutPhase": ("session", "phase", "end"),
+    "SessionOpened": ("session",),
+    "SessionClosed": ("session",),
+    "TurnCompleted": ("session", "turn"),
+    "RoutingDelta": ("session", "turn"),
+    "VerifierResult": ("session",),
+    "InfraFailed": ("session", "boundary", "attempt"),
+    "TrajectoryMerged": ("session", "branch"),
+    "GroupDecided": ("group", "purpose"),
+    "StepTrained": (),
+    "PlanBuilt": ("plan", "generations"),
+    "WeightsPushed": ("version", "attempt"),
+    "EngineJoined": ("generation",),
+    "EngineReady": ("generation", "version"),
+    "EngineLost": ("generation",),
+    "EngineFenced": ("generation",),
+    "WorkerRestarted": ("worker", "restarts"),
+    "LateOutcome": ("session", "kind"),
+}
+"""Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""
+
+
+def msg_id(event: ev.Event) -> str:
+    """Deterministic `Nats-Msg-Id`: the server drops a second copy within its window, consumers fold idempotently beyond.
+
+    """
+    kind = type(event).__name__
+    parts = [event.run, str(event.step), kind]
+    for name in _IDENTITY[kind]:
+        value: object = getattr(event, name)
+        parts.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return "/".join(parts)

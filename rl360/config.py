@@ -1,0 +1,302 @@
+"""The recipe of a run: one typed TOML file, `--set a.b=c` on top, everything refused that can't run.
+
+`load` raises ConfigError with the key, the reason and the nearest valid key, before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from rl360.bus.subjects import check_run_name
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ConfigError(Exception):
+    """A recipe that can't run: the message names the key, why, and the remedy."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections of a recipe."""
+
+
+class Run(Section, frozen=True, kw_only=True):
+    name: str = "run"
+    seed: int = 0
+    steps: Positive = 25
+    schedule: Literal["sync", "one_step"] = "sync"
+
+
+class Tasks(Section, frozen=True, kw_only=True):
+    """`source` is "tiny_shell" (generated from `seed`) or a folder of Harbor-format tasks."""
+
+    source: str = "tiny_shell"
+    eval_source: str = ""  # a folder of held-out tasks; empty: generated, or none
+    seed: int = 0
+    pool: Positive = 32  # training tasks generated
+    eval_pool: NonNegative = 24
+    groups_per_step: Positive = 32
+    attempts_per_group: Annotated[int, Meta(ge=2)] = 8
+    eval_every: NonNegative = 5  # steps; 0: never
+    eval_attempts: Positive = 2  # attempts for each held-out task
+    qualify: bool = True  # no-op must give the lowest reward, the oracle the highest
+
+
+class Policy(Section, frozen=True, kw_only=True):
+    """`path`: a folder in HF layout; empty: the starting policy shipped with RL360."""
+
+    path: str = ""
+
+
+class Sampling(Section, frozen=True, kw_only=True):
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    max_new_tokens: Positive = 64
+    context: Positive = 512  # tokens of a whole conversation
+
+
+class BudgetSection(Section, frozen=True, kw_only=True):
+    """Seconds for each phase of an attempt (S15). `outer` is the last deadline; 0: the sum plus `margin`."""
+
+    queue: Seconds = 300.0
+    setup: Seconds = 30.0
+    agent: Seconds = 120.0
+    verify: Seconds = 30.0
+    collect: Seconds = 30.0
+    margin: Annotated[float, Meta(ge=0)] = 15.0
+    outer: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Waves(Section, frozen=True, kw_only=True):
+    """Attempts are admitted `size` at a time, `interval` seconds apart, while fewer than `max_starting` are starting."""
+
+    size: Positive = 32
+    interval: Annotated[float, Meta(ge=0)] = 0.1
+    max_starting: Positive = 64
+
+
+class Agent(Section, frozen=True, kw_only=True):
+    harness: Literal["mini_swe", "scripted"] = "mini_swe"
+    max_turns: Positive = 8
+    system: str = "You are a coding agent. Use the bash tool."
+    observation_limit: Positive = 200  # characters of a command's output that the agent sees
+    command_timeout: Seconds = 10.0
+    agent_timeout: Literal["verify", "mask", "zero"] = "verify"  # S14
+    truncation: Literal["verify", "mask", "zero"] = "verify"  # S14
+    max_lives: Positive = 3  # an attempt is started again this often when its runner dies
+
+
+class Reward(Section, frozen=True, kw_only=True):
+    """Shaping on top of what the verifier wrote; both numbers stay in the journal."""
+
+    format_error_penalty: Annotated[float, Meta(ge=0)] = 0.0  # taken off a passed attempt that made a format error
+
+
+class Sandbox(Section, frozen=True, kw_only=True):
+    kind: Literal["bwrap", "subprocess"] = "bwrap"
+    memory_mb: Positive = 256
+    pids: Positive = 64
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Sessions(Section, frozen=True, kw_only=True):
+    count: Positive = 1
+    template: str = "k2v3"
+    divergence: Literal["branch", "reject"] = "branch"  # S4
+    max_body_mb: Positive = 8
+
+
+class Runners(Section, frozen=True, kw_only=True):
+    count: Positive = 2
+    slots: Positive = 24  # attempts at once in one runner
+
+
+class Engine(Section, frozen=True, kw_only=True):
+    kind: Literal["tiny"] = "tiny"
+    count: Positive = 1
+    slots: Positive = 64  # sessions whose KV is kept
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lease_seconds: Seconds = 5.0
+    request_timeout: Seconds = 60.0
+    routed_experts: bool = False
+
+
+class Gateway(Section, frozen=True, kw_only=True):
+    kind: Literal["smg"] = "smg"
+    health_check_interval: Seconds = 60.0
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    dp: Positive = 1
+    lr: Annotated[float, Meta(gt=0)] = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip_grad: Annotated[float, Meta(gt=0)] = 1.0
+    microbatch_tokens: Positive = 8192
+    loss_reduction: Literal["sample_mean", "token_mean", "constant"] = "token_mean"  # S20
+    loss_constant: Annotated[float, Meta(ge=0)] = 0.0  # divisor per sample for loss_reduction = "constant"
+    advantage_std: bool = False  # S19
+    eps_low: Annotated[float, Meta(ge=0)] = 0.2
+    eps_high: Annotated[float, Meta(ge=0)] = 0.28
+    tis_cap: Annotated[float, Meta(gt=0)] = 2.0
+    tis_floor: Annotated[float, Meta(ge=0)] = 0.0
+    old_policy: Literal["sampler", "keep_old_actor"] = "sampler"  # S22
+    kl_coef: Annotated[float, Meta(ge=0)] = 0.0
+    entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
+    max_staleness: NonNegative = 1  # S24
+    logp_alarm: Annotated[float, Meta(gt=0)] = 1e-4  # alarm when max |Δ log p| exceeds it
+
+
+class Push(Section, frozen=True, kw_only=True):
+    bucket_mb: Annotated[float, Meta(gt=0)] = 512.0
+    timeout: Seconds = 60.0
+
+
+class Supervise(Section, frozen=True, kw_only=True):
+    max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
+    drain_seconds: Seconds = 15.0
+    min_engines: Positive = 1
+
+
+class Telemetry(Section, frozen=True, kw_only=True):
+    otlp_endpoint: str = ""  # http://host:4318; empty: no export
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """A whole recipe."""
+
+    run: Run = Run()
+    tasks: Tasks = Tasks()
+    policy: Policy = Policy()
+    sampling: Sampling = Sampling()
+    budgets: BudgetSection = BudgetSection()
+    waves: Waves = Waves()
+    agent: Agent = Agent()
+    reward: Reward = Reward()
+    sandbox: Sandbox = Sandbox()
+    sessions: Sessions = Sessions()
+    runners: Runners = Runners()
+    engine: Engine = Engine()
+    gateway: Gateway = Gateway()
+    trainer: Trainer = Trainer()
+    push: Push = Push()
+    supervise: Supervise = Supervise()
+    telemetry: Telemetry = Telemetry()
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a recipe, apply `a.b=value` overrides, check everything."""
+    try:
+        text = path.read_text()
+    except OSError as e:
+        raise ConfigError(f"{path}: can't be read ({e.strerror}); recipes are kept in recipes/") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    for item in overrides:
+        _override(data, item)
+    return parse(data, where=str(path))
+
+
+def parse(data: dict[str, Any], where: str = "recipe") -> Config:
+    """Typed config of a parsed TOML document."""
+    _refuse_unknown(data, Config, where, ())
+    try:
+        config = msgspec.convert(data, Config)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where}: {_readable(str(e))}") from None
+    _check(config, where)
+    return config
+
+
+def to_toml_data(config: Config) -> dict[str, Any]:
+    """Plain data of a config (every key, defaults included)."""
+    return cast(dict[str, Any], msgspec.to_builtins(config))
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    key, eq, value = item.partition("=")
+    if not eq or not key:
+        raise ConfigError(f"--set {item!r}: write it as section.key=value")
+    try:
+        parsed = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *path, last = key.split(".")
+    for part in path:
+        below = data.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
+        data = cast(dict[str, Any], below)
+    data[last] = parsed
+
+
+def _refuse_unknown(data: dict[str, Any], struct: type[Section], where: str, path: tuple[str, ...]) -> None:
+    hints = get_type_hints(struct)
+    for key, value in data.items():
+        if key not in hints:
+            name = ".".join((*path, key))
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5) or _elsewhere(key)
+            hint = f"; did you mean {'.'.join((*path, near[0])) if near[0] in hints else near[0]!r}?" if near else ""
+            raise ConfigError(f"{where}: unknown key {name!r}{hint} (valid here: {', '.join(hints)})")
+        below = hints[key]
+        if isinstance(below, type) and issubclass(below, Section) and isinstance(value, dict):
+            _refuse_unknown(cast(dict[str, Any], value), below, where, (*path, key))
+
+
+def _elsewhere(key: str) -> list[str]:
+    """A key that exists in another section under the same name."""
+    return [f"{s}.{key}" for s, t in get_type_hints(Config).items() if key in get_type_hints(t)][:1]
+
+
+def _readable(message: str) -> str:
+    return message.replace("Object contains", "contains").replace("`$.", "`")
+
+
+def _check(c: Config, where: str) -> None:
+    """Combinations that can't work."""
+
+    def refuse(key: str, why: str) -> None:
+        raise ConfigError(f"{where}: {key}: {why}")
+
+    try:
+        check_run_name(c.run.name)
+    except ValueError as e:
+        refuse("run.name", str(e))
+    b = c.budgets
+    total = b.queue + b.setup + b.agent + b.verify + b.collect + b.margin
+    if b.outer and b.outer < total:
+        refuse("budgets.outer", f"{b.outer:g} s is less than the phases and margin together ({total:g} s): raise it (S15)")
+    if c.sampling.max_new_tokens >= c.sampling.context:
+        refuse("sampling.max_new_tokens", f"must be below sampling.context ({c.sampling.context})")
+    if c.trainer.loss_reduction == "constant" and not c.trainer.loss_constant:
+        refuse("trainer.loss_constant", 'must be above 0 with trainer.loss_reduction = "constant"')
+    if c.trainer.loss_reduction != "constant" and c.trainer.loss_constant:
+        refuse("trainer.loss_constant", 'has no effect unless trainer.loss_reduction = "constant"')
+    if c.trainer.tis_floor > c.trainer.tis_cap:
+        refuse("trainer.tis_floor", f"must not exceed trainer.tis_cap ({c.trainer.tis_cap:g})")
+    if c.run.schedule == "one_step" and c.trainer.max_staleness < 1:
+        refuse("trainer.max_staleness", 'must be at least 1 with run.schedule = "one_step" (S24)')
+    if c.sampling.context > c.trainer.microbatch_tokens:
+        refuse("trainer.microbatch_tokens", f"must hold one whole conversation (sampling.context = {c.sampling.context})")
+    if c.tasks.source == "tiny_shell" and c.tasks.pool < c.tasks.groups_per_step:
+        refuse("tasks.pool", f"must be at least tasks.groups_per_step ({c.tasks.groups_per_step})")
+    if c.supervise.min_engines > c.engine.count:
+        refuse("supervise.min_engines", f"must not exceed engine.count ({c.engine.count})")
+    if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
+        refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
+
+
+def literal_values(section: type[Section], key: str) -> tuple[str, ...]:
+    """Allowed values of a Literal key, for help texts."""
+    hint = get_type_hints(section)[key]
+    return cast(tuple[str, ...], get_args(hint)) if get_origin(hint) is Literal else ()
