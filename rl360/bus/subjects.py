@@ -31,11 +31,16 @@ def dead_letter_stream(run: str) -> str:
 
 
 def lease_bucket(run: str) -> str:
-    return f"RL360_{run}_LEASES"
+    """KV bucket of a run's leases; its stream and subjects follow NATS' KV naming, so `nats kv` reads it."""
+    return f"RL360_{run}_leases"
+
+
+def lease_stream(run: str) -> str:
+    return f"KV_{lease_bucket(run)}"
 
 
 def lease_subject(run: str, key: str) -> str:
-    return f"rl360.{run}.lease.{key}"
+    return f"$KV.{lease_bucket(run)}.{key}"
 
 
 def subject(event: ev.Event) -> str:
