@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 import msgspec
 from msgspec import Meta
 
-from rl360.bus.subjects import check_run_name
-
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}$")]
 
 
 class ConfigError(Exception):
@@ -30,7 +28,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Run(Section, frozen=True, kw_only=True):
-    name: str = "run"
+    name: RunName = "run"  # becomes part of subjects, stream names and paths
     seed: int = 0
     steps: Positive = 25
     schedule: Literal["sync", "one_step"] = "sync"
@@ -268,10 +266,6 @@ def _check(c: Config, where: str) -> None:
     def refuse(key: str, why: str) -> None:
         raise ConfigError(f"{where}: {key}: {why}")
 
-    try:
-        check_run_name(c.run.name)
-    except ValueError as e:
-        refuse("run.name", str(e))
     b = c.budgets
     total = b.queue + b.setup + b.agent + b.verify + b.collect + b.margin
     if b.outer and b.outer < total:

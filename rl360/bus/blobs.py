@@ -6,11 +6,11 @@ A blob that reads back with another digest is an error that names it; nobody tra
 from __future__ import annotations
 
 import os
-from typing_extensions import Buffer
 from pathlib import Path
 from typing import Final
 
 import blake3
+from typing_extensions import Buffer
 
 from rl360.bus.payload import INLINE_LIMIT, Payload
 

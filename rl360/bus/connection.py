@@ -86,7 +86,7 @@ async def connect(
                         password=address.password or None,
                         allow_reconnect=True,
                         max_reconnect_attempts=-1,
-                        reconnect_time_wait=0.1,
+                        reconnect_time_wait=0.1,  # pyright: ignore[reportArgumentType]  (seconds, passed to asyncio.sleep)
                         connect_timeout=2,
                         ping_interval=10,
                         max_outstanding_pings=2,

@@ -62,7 +62,7 @@ class Publisher:
     async def __aenter__(self) -> Publisher:
         self._loop = asyncio.get_running_loop()
         self._inbox = self._client.new_inbox()
-        self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_reply)
+        self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_reply)  # pyright: ignore[reportUnknownMemberType]
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from rl360.bus.connection import BusError
 
 BATCH: Final = 256
-MAX_BYTES: Final = 8 << 20  # of one pull: far below the server's max_pending, above the largest message
+MAX_BYTES: Final = 16 << 20  # of one pull: below the server's max_pending, above the largest message
 EXPIRES: Final = 30.0
 HEARTBEAT: Final = 2.0
 GONE_AFTER: Final = 1.5  # seconds of "no responders" after which the consumer is taken to be gone
@@ -45,11 +45,11 @@ class Pull:
     async def __aenter__(self) -> Pull:
         self._loop = asyncio.get_running_loop()
         self._inbox = self._client.new_inbox()
-        self._subscription = await self._client.subscribe(
+        self._subscription = await self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
             f"{self._inbox}.*", cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0
         )
         self._heard = self._loop.time()
-        self._reconnects = self._client.stats["reconnects"]
+        self._reconnects: int = self._reconnected()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -76,8 +76,11 @@ class Pull:
                 continue
         return self._buffer.popleft()
 
+    def _reconnected(self) -> int:
+        return int(self._client.stats["reconnects"])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+
     def _check_silence(self) -> None:
-        reconnects = self._client.stats["reconnects"]
+        reconnects = self._reconnected()
         if reconnects != self._reconnects or self._loop.time() - self._heard > 2 * HEARTBEAT + 0.5:
             self._reconnects, self._open, self._heard = reconnects, False, self._loop.time()
 

@@ -75,7 +75,9 @@ def make(
     """Pack arrays of one length. Raises SampleError when a length or a value can't be right."""
     n = len(ids)
     if not n == len(mask) == len(logprobs) == len(versions):
-        raise SampleError(f"{attempt}/{branch}: lengths differ: {n} ids, {len(mask)} mask, {len(logprobs)} log-probs, {len(versions)} versions")
+        raise SampleError(
+            f"{attempt}/{branch}: lengths differ: {n} ids, {len(mask)} mask, {len(logprobs)} log-probs, {len(versions)} versions"
+        )
     sampled = mask != 0
     if not np.isfinite(logprobs).all():
         raise SampleError(f"{attempt}/{branch}: a log-prob is not finite")

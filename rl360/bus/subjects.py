@@ -93,9 +93,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
 
 
 def msg_id(event: ev.Event) -> str:
-    """Deterministic `Nats-Msg-Id`: the server drops a second copy within its window, consumers fold idempotently beyond.
-
-    """
+    """Deterministic `Nats-Msg-Id`: the server drops a second copy within its window, consumers fold idempotently beyond."""
     kind = type(event).__name__
     parts = [event.run, str(event.step), kind]
     for name in _IDENTITY[kind]:

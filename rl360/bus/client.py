@@ -1,0 +1,143 @@
+"""The bus as a worker sees it: publish, replay, follow, share work, hold leases. One way to do each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from nats.aio.client import Client
+
+from rl360.bus import events as ev
+from rl360.bus import journal, subjects
+from rl360.bus.blobs import BlobStore
+from rl360.bus.codec import Recorded, encode
+from rl360.bus.connection import BusAddress, connect
+from rl360.bus.leases import Leases
+from rl360.bus.publisher import PubAck, Publisher
+from rl360.bus.reading import Reader
+from rl360.bus.sharing import Delivery, Share
+
+__all__ = ["Bus", "BusAddress", "Delivery", "Reader", "Recorded", "Share"]
+
+_POLL: Final = 0.5
+
+
+class Bus:
+    """A connection to the journal of one run. `async with Bus.connect(…) as bus`."""
+
+    def __init__(self, address: BusAddress, run: str, blobs: BlobStore, name: str) -> None:
+        self.run, self.blobs, self.name = subjects.check_run_name(run), blobs, name
+        self._address = address
+        self._stack = AsyncExitStack()
+
+    @classmethod
+    def connect(cls, address: BusAddress, run: str, blobs: BlobStore, *, name: str = "rl360") -> Bus:
+        """A bus that connects when it is entered. Raises BusError when no server answers in 15 s."""
+        return cls(address, run, blobs, name)
+
+    async def __aenter__(self) -> Bus:
+        self.client: Client = await connect(self._address, name=self.name)
+        self._stack.push_async_callback(self._close)
+        self.publisher = await self._stack.enter_async_context(Publisher(self.client))
+        self.leases = Leases(self.client, self.publisher, self.run)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def _close(self) -> None:
+        await self.client.close()
+
+    async def create_streams(self) -> None:
+        """Create the run's streams where they are missing."""
+        await journal.create_streams(self.client, self.run)
+
+    # ------------------------------------------------------------------------------------------------ write
+
+    async def submit(self, event: ev.Event, *, traceparent: str = "") -> asyncio.Future[PubAck]:
+        """Send an event without waiting for its receipt; the returned future ends with it."""
+        headers = {"Nats-Msg-Id": subjects.msg_id(event), "RL360-Schema": str(ev.SCHEMA_VERSION)}
+        if traceparent:
+            headers["traceparent"] = traceparent
+        return await self.publisher.submit(subjects.subject(event), encode(event), headers)
+
+    async def publish(self, event: ev.Event, *, traceparent: str = "") -> int:
+        """Record an event; returns its sequence in the journal. Raises BusError when it could not be recorded."""
+        return (await (await self.submit(event, traceparent=traceparent))).seq
+
+    # ------------------------------------------------------------------------------------------------ read
+
+    def reader(
+        self,
+        *,
+        types: Sequence[type[ev.Event]] = (),
+        step: int | None = None,
+        group: int | None = None,
+        start: int = 1,
+        start_time: float | None = None,
+    ) -> Reader:
+        """Ordered reading from `start` (a sequence) or `start_time` (unix seconds), filtered by the server."""
+        return Reader(self.client, subjects.stream(self.run), self._filters(types, step, group), start=start, start_time=start_time)
+
+    def _filters(self, types: Sequence[type[ev.Event]], step: int | None, group: int | None) -> list[str]:
+        step_token = subjects.ANY if step is None else subjects.NONE if step < 0 else str(step)
+        group_token = subjects.ANY if group is None else f"{group:03d}"
+        names = [t.__name__ for t in types] or [subjects.ANY]
+        return [subjects.pattern(self.run, step=step_token, type_=n, group=group_token) for n in names]
+
+    async def replay(
+        self,
+        *,
+        types: Sequence[type[ev.Event]] = (),
+        step: int | None = None,
+        group: int | None = None,
+        start: int = 1,
+        end: int | None = None,
+        start_time: float | None = None,
+    ) -> AsyncIterator[Recorded]:
+        """Events up to sequence `end` (default: the newest now), in order, each once."""
+        last = end if end is not None else await self.last_seq()
+        async with self.reader(types=types, step=step, group=group, start=start, start_time=start_time) as reader:
+            while not (reader.caught_up):
+                record = await reader.next(timeout=30.0)
+                if record is None or record.seq > last:
+                    return
+                yield record
+
+    async def follow(self, *, types: Sequence[type[ev.Event]] = (), start: int = 1, stop: asyncio.Event) -> AsyncIterator[Recorded]:
+        """Replay from `start`, then go on live until `stop` is set."""
+        async with self.reader(types=types, start=start) as reader:
+            while not stop.is_set():
+                record = await reader.next(timeout=_POLL)
+                if record is not None:
+                    yield record
+
+    async def last_seq(self) -> int:
+        """Sequence of the journal's newest event."""
+        return await journal.last_seq(self.client, subjects.stream(self.run))
+
+    # ------------------------------------------------------------------------------------------------ share
+
+    def consume(
+        self,
+        durable: str,
+        types: Sequence[type[ev.Event]],
+        *,
+        ack_wait: float,
+        max_deliver: int,
+        max_in_flight: int,
+        batch: int = 1,
+    ) -> Share:
+        """Work shared under the name `durable`: each event goes to one worker, again when it isn't acknowledged in `ack_wait` s."""
+        return Share(
+            self.client,
+            subjects.stream(self.run),
+            durable,
+            self._filters(types, None, None),
+            ack_wait=ack_wait,
+            max_deliver=max_deliver,
+            max_in_flight=max_in_flight,
+            batch=batch,
+        )

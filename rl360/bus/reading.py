@@ -1,0 +1,167 @@
+"""Reading a journal in order: replay up to a point, or follow it live. Every gap is noticed.
+
+A consumer numbers what it delivers; when a number is missing, or the consumer was lost with its server, a new consumer
+continues behind the last event that was handed out. So a reader sees each matching event once, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from rl360.bus.codec import EventError, Recorded, decode
+from rl360.bus.connection import JetStreamError, api, is_missing
+from rl360.bus.pull import ConsumerGone, Pull
+
+log = logging.getLogger(__name__)
+
+_INACTIVE: Final = 60.0  # the server removes a reader's consumer when nobody asked it for this long
+MISSING_DEADLINE: Final = 10.0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What the acknowledgement subject of a delivery says."""
+
+    deliveries: int
+    stream_seq: int
+    consumer_seq: int
+    time: float
+    pending: int
+
+
+def position(reply: str) -> Position:
+    """Parse `$JS.ACK.…` of a delivered message (with and without the domain tokens)."""
+    tokens = reply.split(".")
+    n, seq, cseq, nanos, pending = tokens[4:9] if len(tokens) < 11 else tokens[6:11]
+    return Position(int(n), int(seq), int(cseq), int(nanos) // 1000 / 1e6, int(pending))  # whole microseconds: exact in a float
+
+
+def recorded(msg: Msg, at: Position) -> Recorded:
+    """Decode a delivered message. Raises EventError."""
+    headers = msg.headers or {}
+    event = decode(msg.data, f"journal message {at.stream_seq} ({msg.subject})")
+    return Recorded(at.stream_seq, at.time, event, headers.get("traceparent", ""), at.deliveries)
+
+
+class Reader:
+    """Ordered reading of a stream. Use as an async context manager; `next` gives one event."""
+
+    def __init__(
+        self,
+        client: Client,
+        stream: str,
+        subjects: Sequence[str],
+        *,
+        start: int = 1,
+        start_time: float | None = None,
+    ) -> None:
+        self._client, self._stream, self._subjects = client, stream, list(subjects)
+        self._after = start - 1  # everything up to here was handed out
+        self._start_time = start_time
+        self._pull: Pull | None = None
+        self._consumer = ""
+        self._cseq = 0
+        self.caught_up = False  # everything that was in the stream when last looked at has been handed out
+        self.unknown = 0  # events of newer versions, skipped
+        self.malformed = 0
+        self.recreated = 0
+
+    async def __aenter__(self) -> Reader:
+        await self._create()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._drop()
+
+    async def next(self, timeout: float) -> Recorded | None:
+        """The next event, or None when none came within `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while True:
+            msg = await self._message(max(0.0, end - loop.time()))
+            if msg is None:
+                return None
+            at = position(msg.reply)
+            if at.stream_seq <= self._after:
+                continue  # delivered again
+            if at.consumer_seq != self._cseq + 1:
+                log.warning("gap in %s before message %d: reading again from %d", self._stream, at.stream_seq, self._after + 1)
+                await self._recreate()
+                continue
+            self._cseq, self._after = at.consumer_seq, at.stream_seq
+            self.caught_up = at.pending == 0
+            try:
+                return recorded(msg, at)
+            except EventError as e:
+                self._skip(e)
+
+    def _skip(self, e: EventError) -> None:
+        if e.unknown_type:
+            self.unknown += 1
+        else:
+            self.malformed += 1
+        log.error("skipped: %s", e)
+
+    async def _message(self, timeout: float) -> Msg | None:
+        if self._pull is None:
+            await self._create()
+        assert self._pull is not None
+        try:
+            return await self._pull.next(timeout)
+        except ConsumerGone:
+            await self._recreate()
+            return await self._pull.next(timeout)
+
+    async def _recreate(self) -> None:
+        self.recreated += 1
+        await self._drop()
+        await self._create()
+
+    async def _create(self) -> None:
+        self._consumer = f"reader-{secrets.token_hex(6)}"
+        self._cseq = 0
+        config: dict[str, Any] = {
+            "name": self._consumer,
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(_INACTIVE * 1e9),
+            "replay_policy": "instant",
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._after + 1,
+        }
+        if self._start_time is not None and self._after <= 0:
+            del config["opt_start_seq"]
+            config["deliver_policy"] = "by_start_time"
+            config["opt_start_time"] = datetime.fromtimestamp(self._start_time, UTC).isoformat()
+        if self._subjects:
+            config["filter_subjects"] = self._subjects
+        info = await api(
+            self._client,
+            f"CONSUMER.CREATE.{self._stream}.{self._consumer}",
+            {"stream_name": self._stream, "config": config, "action": "create"},
+        )
+        self.caught_up = info["num_pending"] == 0
+        self._pull = Pull(self._client, self._stream, self._consumer)
+        await self._pull.__aenter__()
+
+    async def _drop(self) -> None:
+        if self._pull is None:
+            return
+        pull, self._pull = self._pull, None
+        await pull.__aexit__()
+        if self._client.is_connected:
+            try:
+                await api(self._client, f"CONSUMER.DELETE.{self._stream}.{self._consumer}", deadline=2.0)
+            except JetStreamError as e:
+                if not is_missing(e):
+                    raise
