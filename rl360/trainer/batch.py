@@ -1,0 +1,185 @@
+"""From the step's surviving samples to packed tensors (S21): all of them are used, none is trimmed off.
+
+    samples, divisor = weigh(samples, "token_mean", 0.0)            # once a step, over all ranks' samples
+    plan = plan_batch(samples, dp=2, microbatch_tokens=8192)
+    for microbatch in plan.ranks[rank]: pack(microbatch)            # every rank has the same number of microbatches
+
+Pure: `plan_batch` is a function of the set of samples alone, so every rank makes the same plan by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl360.bus.blobs import digest_of
+from rl360.bus.sample import Routing, Sample, decode, decode_routing
+from rl360.trainer.reduction import Reduction, token_weights
+
+EMPTY_TOKENS = 2
+"""Length of the weightless sequence that stands in for an empty microbatch: the shortest with a next token."""
+
+
+class BatchError(ValueError):
+    """A sample that can't be trained on as it is."""
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One branch of a kept attempt. `digest` is blake3 of the encoded sample, what `StepTrained.sample_digests` lists."""
+
+    sample: Sample
+    digest: str
+    advantage: float
+    routing: Routing | None = None
+    weight: float = 1.0  # of each sampled token, before the step's divisor (S20); see `weigh`
+    sampled: int = field(init=False)  # tokens the policy sampled
+
+    def __post_init__(self) -> None:
+        mask = self.sample.mask
+        if len(mask) and mask[0]:
+            raise BatchError(f"{self.attempt}/{self.branch}: the first token is marked as sampled; nothing precedes it to predict it")
+        if not np.isfinite(self.advantage):
+            raise BatchError(f"{self.attempt}/{self.branch}: advantage is {self.advantage}")
+        object.__setattr__(self, "sampled", int(np.count_nonzero(mask)))
+
+    @property
+    def attempt(self) -> str:
+        return self.sample.attempt
+
+    @property
+    def branch(self) -> int:
+        return self.sample.branch
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+def train_sample(data: bytes, *, advantage: float, routing: bytes | None = None) -> TrainSample:
+    """Read an encoded sample (the bytes of `TrajectoryMerged.sample`). Raises SampleError or BatchError."""
+    return TrainSample(decode(data), digest_of(data), advantage, None if routing is None else decode_routing(routing))
+
+
+def weigh(samples: Sequence[TrainSample], reduction: Reduction, constant: float = 0.0) -> tuple[tuple[TrainSample, ...], float]:
+    """The step's samples with their token weights, and the step's divisor (S20). Raises ReductionError when there is none."""
+    result = token_weights(samples, reduction, constant)
+    return tuple(replace(s, weight=w) for s, w in zip(samples, result.weights, strict=True)), result.divisor
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples that go through the model in one pass. An empty one keeps ranks in step and changes nothing."""
+
+    samples: tuple[TrainSample, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.samples))
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """`ranks[r][m]`: microbatch m of data-parallel rank r. All ranks have `microbatches` of them."""
+
+    ranks: tuple[tuple[Microbatch, ...], ...]
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.ranks[0])
+
+
+def plan_batch(samples: Sequence[TrainSample], *, dp: int, microbatch_tokens: int) -> BatchPlan:
+    """Spread samples over ranks, balanced by tokens, and over microbatches of at most `microbatch_tokens` (S21).
+
+    Fewer samples than ranks give empty microbatches; no sample gives no microbatch. A sample longer than the bound is
+    alone in its microbatch: it is never cut.
+    """
+    longest_first = sorted(samples, key=lambda s: (-len(s), s.attempt, s.branch))
+    loads: list[list[TrainSample]] = [[] for _ in range(dp)]
+    tokens = [0] * dp
+    for sample in longest_first:
+        rank = min(range(dp), key=tokens.__getitem__)
+        loads[rank].append(sample)
+        tokens[rank] += len(sample)
+    filled = [_fill(load, microbatch_tokens) for load in loads]
+    rounds = max(map(len, filled))
+    return BatchPlan(tuple(tuple(bins) + (Microbatch(()),) * (rounds - len(bins)) for bins in filled))
+
+
+def _fill(longest_first: Sequence[TrainSample], bound: int) -> list[Microbatch]:
+    """First fit."""
+    bins: list[list[TrainSample]] = []
+    room: list[int] = []
+    for sample in longest_first:
+        i = next((i for i, left in enumerate(room) if left >= len(sample)), len(bins))
+        if i == len(bins):
+            bins.append([])
+            room.append(bound)
+        bins[i].append(sample)
+        room[i] -= len(sample)
+    return [Microbatch(tuple(b)) for b in bins]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One microbatch in THD layout: sequences one after another, T tokens in all, S sequences.
+
+    Row t of the arrays below `targets` is about token t + 1 of the same sequence, what the model predicts at t; the last row
+    of a sequence predicts nothing (mask False, weight 0).
+    """
+
+    ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], from 0 in each sequence
+    cu_seqlens: Tensor  # int32 [S + 1], starts of the sequences and T
+    targets: Tensor  # int64 [T], the next token; 0 in a last row
+    mask: Tensor  # bool [T], the target was sampled by the policy (S6)
+    sampler_logprobs: Tensor  # float32 [T], of the target when it was sampled; 0 where mask is False
+    versions: Tensor  # int32 [T], policy version that sampled the target; -1 where mask is False
+    advantages: Tensor  # float32 [T]; 0 where mask is False
+    weights: Tensor  # float32 [T], token weight (S20); 0 where mask is False
+    max_seqlen: int
+    samples: tuple[TrainSample, ...]  # in the order of the sequences; () for an empty microbatch, which has one weightless sequence
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        moved = {name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, name := f.name), Tensor)}
+        return replace(self, **moved)
+
+
+def pack(microbatch: Microbatch) -> PackedBatch:
+    """Tensors of one microbatch, on the CPU. Order of sequences = order of samples."""
+    samples = microbatch.samples
+    lengths = [len(s) for s in samples] or [EMPTY_TOKENS]
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    total = int(cu[-1])
+    ids = _joined([s.sample.ids for s in samples], np.int64, total)
+    mask = _shifted([s.sample.mask for s in samples], np.bool_, total, fill=0)
+    per_token = np.repeat(np.array([(s.advantage, s.weight) for s in samples] or [(0.0, 0.0)], np.float32), lengths, axis=0)
+    per_token[~mask] = 0
+    return PackedBatch(
+        ids=torch.as_tensor(ids),
+        positions=torch.as_tensor(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
+        cu_seqlens=torch.as_tensor(cu),
+        targets=torch.as_tensor(_shifted([s.sample.ids for s in samples], np.int64, total, fill=0)),
+        mask=torch.as_tensor(mask),
+        sampler_logprobs=torch.as_tensor(_shifted([s.sample.logprobs for s in samples], np.float32, total, fill=0)),
+        versions=torch.as_tensor(_shifted([s.sample.versions for s in samples], np.int32, total, fill=-1)),
+        advantages=torch.as_tensor(per_token[:, 0].copy()),
+        weights=torch.as_tensor(per_token[:, 1].copy()),
+        max_seqlen=max(lengths),
+        samples=samples,
+    )
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type[np.generic], total: int) -> np.ndarray:
+    return np.concatenate([a.astype(dtype) for a in arrays]) if arrays else np.zeros(total, dtype)
+
+
+def _shifted(arrays: Sequence[np.ndarray], dtype: type[np.generic], total: int, *, fill: int) -> np.ndarray:
+    """Each array one place to the left, `fill` in its last place."""
+    end = np.full(1, fill, dtype)
+    return np.concatenate([part for a in arrays for part in (a[1:].astype(dtype), end)]) if arrays else np.full(total, fill, dtype)
