@@ -15,6 +15,8 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation stops at `stop_token_ids` and at the model's own end token, unless `ignore_eos`."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -22,6 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     no_stop_trim: bool = False
     skip_special_tokens: bool = False
+    ignore_eos: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,11 +56,8 @@ class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
     end: int
 
 
-class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`output_token_logprobs` rows are [log-prob, token id, null]; `routed_experts` is base64 int32 (see FACTS in docs)."""
-
+class _Meta(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -67,6 +67,39 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[WeightSpan] = []
     routed_experts: str | None = None
     e2e_latency: float = 0.0
+    request_received_ts: float = 0.0  # unix seconds, as all `_ts` and `_time`
+    forward_entry_time: float = 0.0
+    prefill_finished_time: float = 0.0
+    request_finished_ts: float = 0.0
+    queue_time: float = 0.0  # seconds
+    kv_versions: list[WeightSpan] = []
+    generation: str = ""
+
+
+class MetaInfo(_Meta, frozen=True, kw_only=True):
+    """What the engine says of one request.
+
+    `output_token_logprobs` has a row [log-prob, token id, null] for each sampled token, the stop token included.
+    `routed_experts` is base64 of little-endian int32 [prompt + completion - 1 - start, MoE layers, top-k].
+    `kv_versions` (tiny engine only) names the weights that wrote KV rows [start, end); empty: all by `weight_version`.
+    `generation` (tiny engine only) is the life of the engine that answered.
+    """
+
+    finish_reason: FinishReason
+
+
+class ChunkMeta(_Meta, frozen=True, kw_only=True):
+    """`MetaInfo` of a streamed chunk: the reason is null until the last one."""
+
+    finish_reason: FinishReason | None = None
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed reply. Text, ids and log-probs are cumulative."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: ChunkMeta
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +112,25 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------ control
 
 
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of a refused `/generate` (status 400)."""
+
+    error: ErrorBody
+
+
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["abort", "retract", "in_place"]
+
+
+class PauseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/pause_generation` and `/continue_generation`."""
+
+    message: str
+    status: str = "ok"
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,13 +156,17 @@ class DestroyWeightsGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateFromDistributed(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket, broadcast by group rank 0 as one flat uint8 tensor (load_format "flattened_bucket")."""
+    """One bucket, broadcast by group rank 0 as one flat uint8 tensor (load_format "flattened_bucket").
+
+    The bytes are the tensors in the order of `names`, row-major, one after the other without padding.
+    `flush_cache` recomputes KV of old weights; without it old rows live on and replies name them (`kv_versions`).
+    """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str
-    flush_cache: bool = False
+    flush_cache: bool = True
     weight_version: str | None = None
     load_format: str = "flattened_bucket"
     abort_all_requests: bool = False
@@ -124,6 +178,8 @@ class UpdateWeightVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of the weight calls; `success` false comes with status 400 and the reason."""
+
     success: bool
     message: str = ""
 
@@ -134,6 +190,27 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str = ""
     model_type: str = ""
     is_generation: bool = True
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    model_path: str
+    served_model_name: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    version: str
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the list that `/get_load` answers."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+class ChecksumRequest(msgspec.Struct, frozen=True, kw_only=True):
+    action: Literal["checksum"]
 
 
 class ChecksumRank(msgspec.Struct, frozen=True, kw_only=True):
