@@ -12,7 +12,7 @@ Who an event is about:
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
@@ -109,7 +109,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    config: dict[str, object]
+    config: dict[str, Any]
     config_digest: str
     code_version: str
     seed: int
@@ -119,6 +119,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
 class RunFinished(Event, frozen=True, kw_only=True):
     why: str  # "steps" | "interrupted" | "failed: ..."
     steps: int
+    resumed: int = 0  # of the `RunStarted` that this one ends
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -448,6 +449,7 @@ class WorkerRestarted(Event, frozen=True, kw_only=True):
     restarts: int
     exit_status: int
     cause: str
+    resumed: int = 0
 
 
 class LateOutcome(Event, frozen=True, kw_only=True):

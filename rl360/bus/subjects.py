@@ -65,7 +65,7 @@ def pattern(run: str, *, step: str = ANY, type_: str = ANY, group: str = ANY) ->
 
 _IDENTITY: dict[str, tuple[str, ...]] = {
     "RunStarted": ("resumed",),
-    "RunFinished": ("why", "steps"),
+    "RunFinished": ("why", "steps", "resumed"),
     "StepOpened": ("purpose",),
     "StepClosed": ("purpose",),
     "RolloutRequested": ("attempt",),
@@ -86,7 +86,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "EngineReady": ("generation", "version"),
     "EngineLost": ("generation",),
     "EngineFenced": ("generation",),
-    "WorkerRestarted": ("worker", "restarts"),
+    "WorkerRestarted": ("worker", "restarts", "resumed"),
     "LateOutcome": ("session", "kind"),
 }
 """Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""

@@ -28,6 +28,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run's services listen; the same over restarts."""
 
     nats: str
+    nats_monitor_port: int = 0
     gateway: str = ""  # http URL
     gateway_metrics_port: int = 0
     sessions: tuple[str, ...] = ()  # http URLs

@@ -1,0 +1,3 @@
+from rl360.cli import main
+
+raise SystemExit(main())

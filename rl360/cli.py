@@ -1,0 +1,154 @@
+"""The command line: `rl360 run`, `rl360 worker`, `rl360 doctor`, and what reads a finished run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rl360 import __version__
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the `rl360` command; returns the exit status. Errors of input are one line on stderr, status 2."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "command"):
+        parser.print_help()
+        return 2
+    from rl360.launch.errors import input_errors
+
+    command: Command = args.command
+    try:
+        return command(args)
+    except input_errors() as e:
+        print(f"rl360: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rl360", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"rl360 {__version__}")
+    sub = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    run = sub.add_parser("run", help="train: start all workers and watch them")
+    run.add_argument("recipe", nargs="?", type=Path, help="a recipe, e.g. recipes/tiny.toml")
+    run.add_argument("--dir", type=Path, help="folder of the run (default: runs/NAME)")
+    run.add_argument("--steps", type=int, help="same as --set run.steps=N")
+    run.add_argument("--seed", type=int, help="same as --set run.seed=N")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    run.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
+    run.add_argument("--plain", action="store_true", help="plain lines instead of the live table")
+    run.set_defaults(command=_run)
+
+    worker = sub.add_parser("worker", help="run one worker of a run")
+    worker.add_argument("kind")
+    worker.add_argument("--dir", type=Path, required=True, help="folder of the run")
+    worker.add_argument("--index", type=int, default=0)
+    worker.set_defaults(command=_worker)
+
+    doctor = sub.add_parser("doctor", help="check this machine")
+    doctor.set_defaults(command=_doctor)
+
+    audit = sub.add_parser("audit", help="check a run's invariants from its journal")
+    audit.add_argument("dir", type=Path)
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(command=_audit)
+
+    trace = sub.add_parser("trace", help="one attempt's spans, rebuilt from the journal")
+    trace.add_argument("dir", type=Path)
+    trace.add_argument("attempt")
+    trace.add_argument("--otlp", type=Path, metavar="FILE", help="write OTLP JSON to FILE")
+    trace.set_defaults(command=_trace)
+
+    summary = sub.add_parser("summary", help="summary and reward picture of a run")
+    summary.add_argument("dir", type=Path, nargs="+", help="folders of runs; several are drawn in one picture")
+    summary.add_argument("--picture", type=Path, help="where to draw (.svg or .png; default: DIR/reward.svg)")
+    summary.set_defaults(command=_summary)
+
+    export = sub.add_parser("export", help="write a checkpoint in Hugging Face layout")
+    export.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's (its newest)")
+    export.add_argument("out", type=Path)
+    export.set_defaults(command=_export)
+
+    warmstart = sub.add_parser("warmstart", help="make the starting policy again")
+    warmstart.add_argument("out", type=Path)
+    warmstart.add_argument("--seed", type=int, default=0)
+    warmstart.set_defaults(command=_warmstart)
+
+    schemas = sub.add_parser("schemas", help="write JSON Schema of every event and the AsyncAPI document")
+    schemas.add_argument("--out", type=Path, required=True)
+    schemas.set_defaults(command=_schemas)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rl360.launch.run import run
+
+    overrides = list(args.overrides)
+    if args.steps is not None:
+        overrides.append(f"run.steps={args.steps}")
+    if args.seed is not None:
+        overrides.append(f"run.seed={args.seed}")
+    return run(recipe=args.recipe, path=args.dir, resume=args.resume, overrides=tuple(overrides), plain=args.plain)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from rl360.launch.kinds import KINDS
+    from rl360.launch.worker_main import run_worker
+
+    if args.kind not in KINDS:
+        print(f"rl360: unknown worker kind {args.kind!r}; known: {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    run_worker(args.kind, args.index, args.dir)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rl360.launch.doctor import doctor
+
+    return doctor()
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_files import audit_run
+
+    return audit_run(args.dir, as_json=args.json)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_files import trace_attempt
+
+    return trace_attempt(args.dir, args.attempt, args.otlp)
+
+
+def _summary(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_files import summarise
+
+    return summarise(args.dir, args.picture)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from rl360.trainer.export import export_hf
+
+    export_hf(args.checkpoint, args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _warmstart(args: argparse.Namespace) -> int:
+    from rl360.tiny.warmstart import main as warmstart
+
+    warmstart(args.out, seed=args.seed)
+    return 0
+
+
+def _schemas(args: argparse.Namespace) -> int:
+    from rl360.bus.schemas import write_schemas
+
+    for path in write_schemas(args.out):
+        print(path)
+    return 0

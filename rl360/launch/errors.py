@@ -1,0 +1,14 @@
+"""Errors of input: what the command line shows as one line instead of a traceback."""
+
+from __future__ import annotations
+
+from rl360.agents.tasks import TaskError
+from rl360.bus.blobs import BlobError
+from rl360.bus.connection import BusError
+from rl360.config import ConfigError
+from rl360.launch.kinds import MissingExtra
+from rl360.launch.supervisor import RunFailed
+
+
+def input_errors() -> tuple[type[Exception], ...]:
+    return (ConfigError, MissingExtra, BusError, BlobError, TaskError, RunFailed)

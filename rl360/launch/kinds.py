@@ -1,0 +1,57 @@
+"""Worker kinds: which module runs each, which extra it needs, and which workers a recipe asks for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable
+from typing import Final, cast
+
+import msgspec
+
+from rl360.bus.worker import WorkerContext
+from rl360.config import Config
+
+Main = Callable[[WorkerContext], Awaitable[None]]
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker kind. `module` has `async def main(ctx)`; `extra` is the optional dependency it needs."""
+
+    module: str
+    does: str
+    extra: str = ""
+
+
+KINDS: Final[dict[str, Kind]] = {
+    "scheduler": Kind(module="rl360.trainer.scheduler_worker", does="opens steps and admits attempts in waves"),
+    "runner": Kind(module="rl360.agents.runner", does="runs agents in sandboxes and their verifiers", extra="agent"),
+    "session": Kind(module="rl360.sessions.worker", does="serves the OpenAI API and owns the tokens"),
+    "engine": Kind(module="rl360.engines.tiny.worker", does="samples tokens", extra="tiny"),
+    "membership": Kind(module="rl360.engines.membership_worker", does="watches engine leases, tells the gateway"),
+    "merger": Kind(module="rl360.sessions.merge_worker", does="merges an attempt's turns into samples"),
+    "filter": Kind(module="rl360.trainer.filter_worker", does="decides groups: baseline, advantages, fates"),
+    "trainer": Kind(module="rl360.trainer.worker", does="makes the optimizer step and pushes the weights", extra="trainer"),
+}
+
+
+class MissingExtra(Exception):
+    """A worker kind needs an extra that is not installed."""
+
+
+def load(kind: str) -> Main:
+    """The `main` of a worker kind. Raises MissingExtra naming the extra to install."""
+    entry = KINDS[kind]
+    try:
+        module = importlib.import_module(entry.module)
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.startswith("rl360"):
+            raise
+        raise MissingExtra(f"worker {kind!r} needs {e.name!r}: pip install 'rl360[{entry.extra or 'laptop'}]'") from None
+    return cast(Main, module.main)
+
+
+def workers_of(config: Config) -> list[tuple[str, int]]:
+    """(kind, index) of every worker a recipe asks for, in the order in which they are started."""
+    counts = {"engine": config.engine.count, "runner": config.runners.count, "session": config.sessions.count}
+    order = ("trainer", "engine", "session", "membership", "merger", "filter", "runner", "scheduler")
+    return [(kind, i) for kind in order for i in range(counts.get(kind, 1))]

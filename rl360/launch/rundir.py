@@ -1,0 +1,104 @@
+"""A run's folder: where everything of a run is kept, and how it is created and opened again.
+
+recipe.json      the whole config, defaults included      addresses.json  where its services listen
+secrets.json     keys and passwords (0600)                 children.json   processes started, by recorded id
+nats/ blobs/ checkpoints/ sandboxes/ tasks/ logs/
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from rl360.bus import nats_server
+from rl360.bus.worker import Addresses, Secrets
+from rl360.config import Config, ConfigError
+
+FOLDERS: Final = ("nats", "blobs", "checkpoints", "sandboxes", "tasks", "logs")
+T = TypeVar("T")
+
+
+class RunDir:
+    """Paths and stored settings of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "recipe.json").exists()
+
+    def create(self, config: Config) -> None:
+        """Lay the folder out. Raises ConfigError when it holds a run already."""
+        if self.exists:
+            raise ConfigError(f"{self.path} holds a run already: continue it with --resume {self.path}, or choose another --dir")
+        for name in FOLDERS:
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        ports = free_ports(4 + config.sessions.count)
+        addresses = Addresses(
+            nats=f"nats://127.0.0.1:{ports[0]}",
+            nats_monitor_port=ports[1],
+            gateway=f"http://127.0.0.1:{ports[2]}",
+            gateway_metrics_port=ports[3],
+            sessions=tuple(f"http://127.0.0.1:{p}" for p in ports[4:]),
+        )
+        users = (nats_server.ADMIN, *nats_server.PUBLISHES)
+        keys = Secrets(admin=secrets.token_urlsafe(32), nats={u: secrets.token_urlsafe(16) for u in users})
+        _write(self.path / "secrets.json", keys, 0o600)
+        _write(self.path / "addresses.json", addresses, 0o644)
+        _write(self.path / "recipe.json", config, 0o644)  # last: a folder with it is whole
+
+    @property
+    def config(self) -> Config:
+        return _read(self.path / "recipe.json", Config)
+
+    @property
+    def addresses(self) -> Addresses:
+        return _read(self.path / "addresses.json", Addresses)
+
+    @property
+    def secrets(self) -> Secrets:
+        return _read(self.path / "secrets.json", Secrets)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that are free now."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for s in held:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in held]
+    finally:
+        for s in held:
+            s.close()
+
+
+def new_path(root: Path, name: str) -> Path:
+    """A folder for a new run: `root/name`, or `root/name-2`, `-3`, …"""
+    path, n = root / name, 1
+    while path.exists():
+        n += 1
+        path = root / f"{name}-{n}"
+    return path
+
+
+def _write(path: Path, value: msgspec.Struct, mode: int) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as f:
+        f.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
+    os.replace(aside, path)
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: {path.parent} is not the folder of a run") from None
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{path} is damaged: {e}") from None

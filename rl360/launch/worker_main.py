@@ -1,0 +1,49 @@
+"""`rl360 worker KIND`: one worker, in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import Final
+
+from rl360.bus.blobs import BlobStore
+from rl360.bus.client import Bus, BusAddress
+from rl360.bus.worker import WorkerContext
+from rl360.launch.kinds import Main, load
+from rl360.launch.rundir import RunDir
+
+LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def run_worker(kind: str, index: int, path: Path) -> None:
+    """Run a worker of the run in `path`. Raises MissingExtra, ConfigError or BusError when it can't start."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    main = load(kind)
+    asyncio.run(_run(kind, index, RunDir(path), main))
+
+
+async def _run(kind: str, index: int, folder: RunDir, main: Main) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    config, addresses, secrets = folder.config, folder.addresses, folder.secrets
+    address = BusAddress(url=addresses.nats, user=kind, password=secrets.nats[kind])
+    blobs = BlobStore(folder.path / "blobs")
+    async with Bus.connect(address, config.run.name, blobs, name=f"{kind}{index}") as bus:
+        context = WorkerContext(
+            kind=kind,
+            index=index,
+            config=config,
+            dir=folder.path,
+            bus=bus,
+            addresses=addresses,
+            secrets=secrets,
+            stop=stop,
+            log=logging.getLogger(f"rl360.{kind}{index}"),
+        )
+        context.log.info("started")
+        await main(context)
+        context.log.info("stopped")
