@@ -161,11 +161,11 @@ def qwen3(tokenizer: Tokenizer) -> Template:
     return ChatML("qwen3", tokenizer, boundary="\n", group_tools=True, head=_json_head)
 
 
-_FIXED: Final[dict[str, Callable[[Tokenizer], Template]]] = {"k2v3": k2v3, "qwen3": qwen3}
+FIXED: Final[dict[str, Callable[[Tokenizer], Template]]] = {"k2v3": k2v3, "qwen3": qwen3}
 
 
 def get_template(name: str, tokenizer: Tokenizer) -> Template:
-    """A named template for a policy's tokenizer. Raises TemplateError for an unknown name or a missing special token."""
-    if name not in _FIXED:
-        raise TemplateError(f"unknown chat template {name!r}: use {', '.join(_FIXED)}")
-    return _FIXED[name](tokenizer)
+    """A fixed template for a policy's tokenizer. Raises TemplateError for an unknown name or a missing special token."""
+    if name not in FIXED:
+        raise TemplateError(f"unknown chat template {name!r}: use {', '.join(FIXED)}, or jinja for the policy's own")
+    return FIXED[name](tokenizer)

@@ -23,16 +23,17 @@ class Tokenizer:
     def __init__(self, definition: str, folder: Path) -> None:
         self.folder = folder
         data = cast(dict[str, Any], json.loads(definition))
-        for added in data.get("added_tokens") or []:
+        added_tokens = cast(list[dict[str, Any]], data.get("added_tokens") or [])
+        for added in added_tokens:
             added["special"] = True
         marked = json.dumps(data)
         self._marked = tokenizers.Tokenizer.from_str(marked)
         self._plain = tokenizers.Tokenizer.from_str(marked)
         self._plain.encode_special_tokens = True
-        self.specials: dict[str, int] = {cast(str, t["content"]): cast(int, t["id"]) for t in data.get("added_tokens") or []}
+        self.specials: dict[str, int] = {t["content"]: t["id"] for t in added_tokens}
         self.special_ids: frozenset[int] = frozenset(self.specials.values())
         self.size: int = self._marked.get_vocab_size(with_added_tokens=True)
-        self._longest = max((len(t.encode()) for t in cast(dict[str, int], self._marked.get_vocab())), default=1)
+        self._longest = max((len(t.encode()) for t in self._marked.get_vocab()), default=1)
         self._check()
 
     def encode(self, text: str) -> list[int]:
@@ -45,7 +46,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelled out."""
-        return cast(str, self._marked.decode(list(ids), skip_special_tokens=False))
+        return self._marked.decode(list(ids), skip_special_tokens=False)
 
     def special(self, text: str) -> int:
         """Id of a special token. Raises TemplateError when the tokenizer lacks it."""
