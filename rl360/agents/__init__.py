@@ -1,0 +1,1 @@
+"""Attempts: tasks in Harbor's format, sandboxes, agents, the verifier, and the runner that joins them."""

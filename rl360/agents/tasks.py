@@ -1,0 +1,201 @@
+"""Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/, tests/test.sh, solution/solve.sh.
+
+A task is what its digest says: blake3 over every path, run bit and byte of the folder.
+There is no image build: the files of `environment/` (Dockerfile and compose files aside) are copied into the workdir.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import blake3
+
+from rl360.agents import task_file
+from rl360.agents.task_file import TaskError, TaskFile
+from rl360.bus.events import Budgets
+from rl360.config import BudgetSection
+
+__all__ = ["Task", "TaskError", "TaskIndex", "digest_of_folder", "load_task", "load_tasks"]
+
+MAX_BYTES: Final = 256 << 20
+"""Of one task's folder: larger data belongs into an image."""
+
+NOT_COPIED: Final = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
+"""Files of environment/ that describe an image; everything else is copied into the workdir."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task, checked. Times are seconds; None: the recipe's budget alone decides."""
+
+    name: str
+    dir: Path
+    digest: str
+    verifier_digest: str
+    instruction: str
+    domain: str
+    workdir: str
+    files: tuple[str, ...]  # of environment/, relative, copied into the workdir
+    env: dict[str, str]
+    verifier_env: dict[str, str]
+    solution_env: dict[str, str]
+    agent_timeout: float | None
+    verifier_timeout: float | None
+    memory_mb: int | None
+    cpus: float | None
+    low: float
+    high: float
+    oracle: bool  # solution/solve.sh is there
+    unknown_keys: tuple[str, ...] = ()
+
+    def budgets(self, section: BudgetSection) -> Budgets:
+        """The recipe's budgets, with the task's own shorter clocks for the agent and the verifier (S15)."""
+        return Budgets(
+            queue=section.queue,
+            setup=section.setup,
+            agent=min(section.agent, self.agent_timeout or math.inf),
+            verify=min(section.verify, self.verifier_timeout or math.inf),
+            collect=section.collect,
+            margin=section.margin,
+        )
+
+
+def load_task(folder: Path) -> Task:
+    """Read and check one task. Raises TaskError naming the file, the key and the remedy."""
+    toml = folder / "task.toml"
+    file, unknown = task_file.read(toml)
+    instruction = _instruction(folder / "instruction.md")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise TaskError(f"{folder / 'tests' / 'test.sh'}: missing; it must write /logs/verifier/reward.txt or reward.json")
+    low, high = _reward_range(file, toml)
+    return Task(
+        name=file.task.name or folder.name,
+        dir=folder,
+        digest=digest_of_folder(folder),
+        verifier_digest=digest_of_folder(folder / "tests"),
+        instruction=instruction,
+        domain=file.domain,
+        workdir=file.environment.workdir.rstrip("/"),
+        files=tuple(_environment_files(folder / "environment")),
+        env=file.environment.env,
+        verifier_env=file.verifier.env,
+        solution_env=file.solution.env,
+        agent_timeout=file.agent.timeout_sec,
+        verifier_timeout=file.verifier.timeout_sec,
+        memory_mb=file.memory_mb,
+        cpus=file.environment.cpus,
+        low=low,
+        high=high,
+        oracle=(folder / "solution" / "solve.sh").is_file(),
+        unknown_keys=unknown,
+    )
+
+
+def load_tasks(root: Path) -> tuple[Task, ...]:
+    """Every task below `root`, by name. Raises TaskError for a bad one, for two of one name, and for none at all."""
+    found: dict[str, Task] = {}
+    for toml in sorted(root.rglob("task.toml")):
+        task = load_task(toml.parent)
+        if task.name in found:
+            raise TaskError(f"{toml}: key 'task.name': {task.name!r} is the name of {found[task.name].dir} too; rename one of them")
+        found[task.name] = task
+    if not found:
+        raise TaskError(f"{root}: no task.toml below it; a folder of tasks has one folder a task, each with a task.toml")
+    return tuple(found[name] for name in sorted(found))
+
+
+class TaskIndex:
+    """Tasks of a run by digest, read when they are first asked for."""
+
+    def __init__(self, *roots: Path) -> None:
+        self._roots = roots
+        self._by_digest: dict[str, Task] = {}
+
+    def find(self, name: str, digest: str) -> Task:
+        """The task whose folder has this digest. Raises TaskError when none does (it was changed or is missing)."""
+        if digest not in self._by_digest:
+            self._by_digest |= {task.digest: task for root in self._roots if root.is_dir() for task in load_tasks(root)}
+        if digest not in self._by_digest:
+            places = ", ".join(map(str, self._roots))
+            raise TaskError(
+                f"task {name!r}: no folder with digest {digest[:12]} in {places}; restore the task as it was when the step opened"
+            )
+        return self._by_digest[digest]
+
+
+def digest_of_folder(folder: Path) -> str:
+    """blake3 over the relative path, the run bit and the bytes of every file, in path order (64 hex characters).
+
+    Raises TaskError for anything that is neither a file, a folder nor a link, and above `MAX_BYTES`.
+    """
+    total = blake3.blake3()
+    size = 0
+    for path in _walk(folder):
+        mode = path.lstat().st_mode
+        name = path.relative_to(folder).as_posix().encode()
+        if stat.S_ISLNK(mode):
+            kind, content = b"l", os.readlink(path).encode()
+        else:
+            kind, content = b"x" if mode & 0o100 else b"-", path.read_bytes()
+        size += len(content)
+        if size > MAX_BYTES:
+            raise TaskError(f"{folder}: more than {MAX_BYTES >> 20} MiB; put large data into an image")
+        total.update(b"%d %s%s %d\0" % (len(name), name, kind, len(content)))
+        total.update(content)
+    return total.hexdigest()
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files and links below a folder, sorted, links not followed."""
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(path)
+        elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
+            yield path
+        else:
+            raise TaskError(f"{path}: neither a file, a folder nor a link; remove it from the task")
+
+
+def _environment_files(folder: Path) -> Iterator[str]:
+    if folder.is_dir():
+        names = (path.relative_to(folder).as_posix() for path in _walk(folder))
+        yield from (name for name in names if name not in NOT_COPIED)
+
+
+def _instruction(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TaskError(f"{path}: missing; it is the agent's first message") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise TaskError(f"{path}: can't be read as UTF-8 text ({e}); fix the file or leave the task out") from None
+    if not text.strip():
+        raise TaskError(f"{path}: empty; it is the agent's first message")
+    return text
+
+
+def _reward_range(file: TaskFile, toml: Path) -> tuple[float, float]:
+    """`[verifier] reward_min/reward_max`, else `[metadata] reward_range = [low, high]`, else 0 to 1 (S12)."""
+    low, high = 0.0, 1.0
+    declared: object = file.metadata.get("reward_range")
+    if declared is not None:
+        low, high = _pair(declared, toml)
+    low = low if file.verifier.reward_min is None else file.verifier.reward_min
+    high = high if file.verifier.reward_max is None else file.verifier.reward_max
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise TaskError(f"{toml}: key 'verifier.reward_max': the range [{low:g}, {high:g}] must be finite and rise; correct it")
+    return low, high
+
+
+def _pair(declared: object, toml: Path) -> tuple[float, float]:
+    values = cast(list[Any], declared) if isinstance(declared, list) else []
+    if len(values) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        raise TaskError(f"{toml}: key 'metadata.reward_range': {declared!r} must be two numbers, [low, high]")
+    return float(values[0]), float(values[1])
