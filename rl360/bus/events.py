@@ -256,6 +256,7 @@ class TurnCompleted(Event, frozen=True, kw_only=True):
     format_error: bool = False  # the reply tried to call a tool and did not parse
     rolled_back: int = 0  # turn that this request dropped from the history (S4)
     retries: int = 0  # times the engine call was sent again
+    history: str = ""  # digest of the messages that this turn answers: how a rebuilt session knows them (S4, S5)
 
 
 class RoutingDelta(Event, frozen=True, kw_only=True):
@@ -340,6 +341,7 @@ class TrajectoryMerged(Event, frozen=True, kw_only=True):
     cached_tokens: int = 0
     best_cached: int = 0
     prompt_tokens: int = 0
+    cut_tokens: int = 0  # tokens cut off the end because the engine returned no expert rows for them
 
 
 class AttemptDecision(msgspec.Struct, frozen=True, kw_only=True):
