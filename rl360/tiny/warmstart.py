@@ -1,0 +1,121 @@
+"""Make the starting policy: supervised steps on demonstrations, clean ones first, then sloppy ones.
+
+A minute or two on one thread. The result is a folder in Hugging Face's layout.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors.torch import save as safetensors
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl360.config import Agent
+from rl360.sessions.templates import Template, get_template
+from rl360.sessions.tokenizer import Tokenizer
+from rl360.tiny import tokenizer as bpe
+from rl360.tiny.conversations import Conversation, collate, pool
+from rl360.tiny.qwen3 import Qwen3, Shape, hf_config
+from rl360.tiny.shell_tasks import draw
+from rl360.tiny.traces import CLEAN, SLOPPY, TOOL, demonstrate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """`clean`: share of the steps on clean demonstrations. `context_weight`: loss weight of tokens that aren't the policy's."""
+
+    steps: int = 820
+    batch: int = 16
+    lr: float = 2e-3
+    warmup: int = 50
+    clean: float = 0.65
+    decay_from: float = 0.6
+    lr_floor: float = 0.1
+    context_weight: float = 0.1
+    report_every: int = 100
+
+
+def main(out: Path, seed: int, *, recipe: Recipe | None = None, report: Callable[[str], None] = print) -> None:
+    """Train a policy and write it into `out`; the seed decides every draw."""
+    torch.set_num_threads(1)
+    recipe = recipe or Recipe()
+    tokenizer = bpe.train(corpus(seed))
+    template = get_template("k2v3", Tokenizer(tokenizer.to_str(), out))
+    model = Qwen3(Shape(), seed)
+    report(f"warm start: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {recipe.steps} steps")
+    train(model, template, seed, recipe, report)
+    save(out, model, tokenizer)
+    report(f"warm start: written to {out}")
+
+
+def corpus(seed: int, demonstrations: int = 1500) -> Iterator[str]:
+    """Text to learn the BPE from: what stands between special tokens, and every number that a task may hold."""
+    rng = random.Random(f"corpus {seed}")
+    tasks = draw(rng, "train")
+    for _ in range(demonstrations):
+        task = next(tasks)
+        yield f"system\n{Agent().system}\nTools: {TOOL}(command)"
+        yield f"user\n{task.instruction}"
+        for message in demonstrate(task, rng, SLOPPY):
+            yield f"{message.role}\n"
+            yield message.content.removeprefix("<tool_call>").removesuffix("</tool_call>")
+        yield " ".join(str(n) for n in range(10, 100))
+
+
+def train(model: Qwen3, template: Template, seed: int, recipe: Recipe, report: Callable[[str], None]) -> None:
+    """`recipe.steps` AdamW steps in place."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    started = time.monotonic()
+    for step, batch in enumerate(_batches(template, seed, recipe)):
+        for group in optimizer.param_groups:
+            group["lr"] = _lr(recipe, step)
+        loss = _loss(model, *collate(batch, recipe.context_weight))
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % recipe.report_every == 0 or step + 1 == recipe.steps:
+            report(f"warm start: step {step + 1}/{recipe.steps}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s")
+
+
+def _batches(template: Template, seed: int, recipe: Recipe) -> Iterator[list[Conversation]]:
+    rng = random.Random(f"demonstrations {seed}")
+    tasks = draw(rng, "train")
+    ready: list[list[Conversation]] = []
+    for step in range(recipe.steps):
+        if not ready:
+            sloppiness = CLEAN if step < recipe.clean * recipe.steps else SLOPPY
+            ready = pool(template, tasks, rng, sloppiness, batch=recipe.batch)
+        yield ready.pop()
+
+
+def _lr(recipe: Recipe, step: int) -> float:
+    done = step / recipe.steps
+    decay = 1.0 if done < recipe.decay_from else max(recipe.lr_floor, (1 - done) / (1 - recipe.decay_from))
+    return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * decay
+
+
+def _loss(model: Qwen3, ids_bt: Tensor, weights_bt: Tensor) -> Tensor:
+    logits = model(ids_bt[:, :-1])
+    weights = weights_bt[:, 1:].reshape(-1)
+    cross_entropy = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids_bt[:, 1:].reshape(-1), reduction="none")
+    return (cross_entropy * weights).sum() / weights.sum()
+
+
+def save(out: Path, model: Qwen3, tokenizer: tokenizers.Tokenizer) -> None:
+    """Write the policy in Hugging Face's layout."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    (out / "model.safetensors").write_bytes(safetensors(tensors, metadata={"format": "pt"}))
+    generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": bpe.IM_END, "pad_token_id": bpe.PAD}
+    for name, data in (("config.json", hf_config(model.shape, bpe.IM_END, bpe.PAD)), ("generation_config.json", generation)):
+        (out / name).write_text(json.dumps(data, indent=2) + "\n")
+    bpe.save(tokenizer, out, model.shape.context)
