@@ -267,6 +267,7 @@ def write_task(folder: Path, task: AnyTask) -> Path:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
     return folder
 
 
@@ -278,14 +279,15 @@ def task_files(task: AnyTask) -> dict[str, str]:
         "environment/Dockerfile": f"FROM debian:12-slim\nCOPY {' '.join(environment)} /app/\n",
         **{f"environment/{name}": text for name, text in environment.items()},
         "tests/test.sh": _verifier(task),
-        "solution/solve.sh": f"cd /app || exit 1\n{task.edit}\n",
+        "solution/solve.sh": f"#!/bin/sh\ncd /app || exit 1\n{task.edit}\n",
         "task.toml": _TASK_TOML.format(family=task.family),
     }
 
 
 def _verifier(task: AnyTask) -> str:
     """The verifier's own checks; it runs nothing of the public test.sh, and a failed check still writes a reward."""
-    return f"""cd /app || exit 1
+    return f"""#!/bin/sh
+cd /app || exit 1
 reward=0
 if {" && ".join(task.checks)}; then reward=1; fi
 echo $reward > /logs/verifier/reward.txt

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from rl360.agents.lint import lint
+from rl360.agents.tasks import load_task
 from rl360.config import Tasks
 from rl360.tiny.shell_tasks import (
     HIDDEN_CASES,
@@ -73,11 +74,15 @@ def test_a_half_written_task_is_completed(tmp_path: Path) -> None:
     }
 
 
-def test_task_toml_names_schema_domain_clocks_and_range(tmp_path: Path) -> None:
-    data = tomllib.loads((write_task(tmp_path / "t", of_family("set")) / "task.toml").read_text())
-    assert data["schema_version"] == "1.4"
-    assert data["metadata"] == {"domain": "set", "reward_range": [0.0, 1.0]}
-    assert data["agent"]["timeout_sec"] > 0 < data["verifier"]["timeout_sec"]
+@pytest.mark.parametrize("family", ["fix", "look", "set"])
+def test_a_task_reads_as_harbors_without_a_finding(tmp_path: Path, family: str) -> None:
+    folder = write_task(tmp_path / "t", of_family(family))
+    task = load_task(folder)
+    assert lint(folder) == ()
+    assert (task.domain, task.workdir, task.low, task.high, task.oracle) == (family, "/app", 0.0, 1.0, True)
+    assert set(task.files) == {*of_family(family).files, "test.sh"}
+    assert task.agent_timeout
+    assert task.verifier_timeout
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
