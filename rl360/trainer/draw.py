@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,11 +11,13 @@ from rl360.bus.blobs import digest_of
 
 
 class TaskRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A task as the scheduler knows it."""
+    """A task as the scheduler knows it. Its own clocks are seconds; infinite: the recipe's alone decide."""
 
     name: str
     digest: str  # of the task's directory
     domain: str
+    agent_timeout: float = math.inf
+    verifier_timeout: float = math.inf
 
 
 def draw(pool: Sequence[TaskRef], *, seed: int, step: int, count: int) -> list[TaskRef]:
