@@ -54,6 +54,11 @@ class Policy(Section, frozen=True, kw_only=True):
 
     path: str = ""
 
+    @property
+    def folder(self) -> Path:
+        """The folder to read: config.json, tokenizer.json, model.safetensors."""
+        return Path(self.path) if self.path else Path(__file__).parent / "tiny" / "policy"
+
 
 class Sampling(Section, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -155,7 +160,8 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 class Push(Section, frozen=True, kw_only=True):
     bucket_mb: Annotated[float, Meta(gt=0)] = 512.0
-    timeout: Seconds = 60.0
+    timeout: Seconds = 60.0  # of a whole push, retries included
+    call_timeout: Seconds = 15.0  # of one call to an engine, and of one bucket's broadcast
 
 
 class Supervise(Section, frozen=True, kw_only=True):
@@ -284,6 +290,8 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.microbatch_tokens", f"must hold one whole conversation (sampling.context = {c.sampling.context})")
     if c.tasks.source == "tiny_shell" and c.tasks.pool < c.tasks.groups_per_step:
         refuse("tasks.pool", f"must be at least tasks.groups_per_step ({c.tasks.groups_per_step})")
+    if c.push.call_timeout > c.push.timeout:
+        refuse("push.call_timeout", f"must not exceed push.timeout ({c.push.timeout:g})")
     if c.supervise.min_engines > c.engine.count:
         refuse("supervise.min_engines", f"must not exceed engine.count ({c.engine.count})")
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
