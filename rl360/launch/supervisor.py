@@ -120,7 +120,9 @@ class Supervisor:
 
     async def _start_gateway(self) -> None:
         url = self._addresses.gateway
-        command = gateway.command("127.0.0.1", _port(url), self._addresses.gateway_metrics_port)
+        command = gateway.command(
+            "127.0.0.1", _port(url), self._addresses.gateway_metrics_port, request_timeout=self.config.engine.request_timeout
+        )
         await self._start(GATEWAY, command)
 
     def _connect(self) -> Bus:

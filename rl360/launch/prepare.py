@@ -1,0 +1,50 @@
+"""Before the workers start: the run's tasks, laid down in its folder, linted and qualified."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rl360.agents.tasks import Task, load_tasks
+from rl360.config import Config, ConfigError
+from rl360.launch.rundir import RunDir
+
+GENERATED: Final = "tiny_shell"
+"""`tasks.source` of the starter tasks, which are generated from `tasks.seed`."""
+
+
+async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
+    """Lay down `tasks/train` and `tasks/eval`. Raises TaskError naming the first task that can't be used."""
+    config, root = folder.config, folder.path / "tasks"
+    await asyncio.to_thread(_lay_down, config, root)
+    train = load_tasks(root / "train")
+    held_out = load_tasks(root / "eval") if (root / "eval").is_dir() else ()
+    if len(train) < config.tasks.groups_per_step:
+        raise ConfigError(f"tasks.groups_per_step is {config.tasks.groups_per_step}, but {root / 'train'} holds {len(train)} tasks")
+    if config.tasks.qualify:
+        await _qualify(folder, (*train, *held_out))
+    say(f"tasks: {len(train)} to train on, {len(held_out)} held out{', qualified' if config.tasks.qualify else ''}")
+
+
+def _lay_down(config: Config, root: Path) -> None:
+    if config.tasks.source == GENERATED:
+        from rl360.tiny.shell_tasks import generate_pool
+
+        generate_pool(config.tasks, root)
+        return
+    _copy(Path(config.tasks.source), root / "train", "tasks.source")
+    if config.tasks.eval_source:
+        _copy(Path(config.tasks.eval_source), root / "eval", "tasks.eval_source")
+
+
+def _copy(source: Path, out: Path, key: str) -> None:
+    if not source.is_dir():
+        raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
+    if not out.exists():
+        shutil.copytree(source, out, symlinks=True)
+
+
+async def _qualify(folder: RunDir, chosen: tuple[Task, ...]) -> None: ...

@@ -1,0 +1,137 @@
+"""`rl360 run`: prepare the folder, start everything, show it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+
+from rl360.bus import events as ev
+from rl360.config import Config, ConfigError, load
+from rl360.dash.fold import RunView
+from rl360.dash.table import PlainLines, render
+from rl360.launch import prepare, summary
+from rl360.launch.rundir import RunDir, new_path
+from rl360.launch.supervisor import RunFailed, Supervisor
+
+RUNS: Final = Path("runs")
+_REFRESH: Final = 0.5  # seconds between two looks at the table
+
+
+def run(*, recipe: Path | None, path: Path | None, resume: Path | None, overrides: tuple[str, ...], plain: bool) -> int:
+    """Train; returns the exit status: 0 finished, 1 failed, 130 interrupted. Raises ConfigError before anything starts."""
+    folder = _folder(recipe, path, resume, overrides)
+    console = Console(highlight=False)
+    return asyncio.run(_Run(folder, console, plain or not console.is_terminal).main())
+
+
+def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> RunDir:
+    if resume is not None:
+        if recipe is not None or overrides:
+            raise ConfigError("--resume goes on under the recorded recipe: leave the recipe and --set, --steps, --seed away")
+        folder = RunDir(resume)
+        _ = folder.config  # a folder that holds no run is refused here
+        return folder
+    if recipe is None:
+        raise ConfigError("name a recipe (recipes/tiny.toml) or a run to go on with (--resume DIR)")
+    config: Config = load(recipe, overrides)
+    folder = RunDir(path or new_path(RUNS, config.run.name))
+    folder.create(config)
+    return folder
+
+
+class _Run:
+    def __init__(self, folder: RunDir, console: Console, plain: bool) -> None:
+        self._folder, self._console, self._plain = folder, console, plain
+        self._view = RunView()
+        self._interrupts = 0
+        self._interrupted = asyncio.Event()
+        self._finished = asyncio.Event()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    async def main(self) -> int:
+        self.say(f"run {self._folder.config.run.name} in {self._folder.path}")
+        await prepare.tasks(self._folder, self.say)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_interrupt)
+        supervisor = Supervisor(self._folder, self.say)
+        self._supervisor = supervisor
+        async with supervisor:
+            if supervisor.resumed:
+                self.say(f"resumed for the {supervisor.resumed}. time")
+            why = await self._until_over(supervisor)
+            await supervisor.finish(why, len(self._view.train_steps()))
+        return self._conclude(why)
+
+    def _on_interrupt(self) -> None:
+        self._interrupts += 1
+        self._interrupted.set()
+        if self._interrupts == 1:
+            self.say("stopping: attempts under way are ended within their bounds; interrupt again to kill")
+        else:
+            for pid in self._supervisor.pids().values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            os._exit(130)
+
+    async def _until_over(self, supervisor: Supervisor) -> str:
+        follow = asyncio.create_task(self._follow(supervisor))
+        show = asyncio.create_task(self._show())
+        failed = asyncio.create_task(supervisor.failed())
+        ends = {asyncio.create_task(self._finished.wait()): "steps", asyncio.create_task(self._interrupted.wait()): "interrupted"}
+        done, _ = await asyncio.wait({follow, failed, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (show, *ends, failed):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await show
+        if failed in done:
+            follow.cancel()
+            return f"failed: {failed.result()}"
+        if follow in done:
+            follow.result()  # raises what ended it
+        follow.cancel()
+        return next(why for task, why in ends.items() if task in done)
+
+    async def _follow(self, supervisor: Supervisor) -> None:
+        async for record in supervisor.bus.follow(stop=asyncio.Event()):
+            self._view.on(record)
+            if isinstance(record.event, ev.RunFinished) and record.event.why == "steps":
+                self._finished.set()
+
+    async def _show(self) -> None:
+        if self._plain:
+            lines = PlainLines(self.say)
+            while True:
+                try:
+                    await asyncio.sleep(_REFRESH)
+                finally:
+                    lines.update(self._view, time.time())
+        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+            while True:
+                try:
+                    await asyncio.sleep(_REFRESH)
+                finally:
+                    live.update(render(self._view, time.time()), refresh=True)
+
+    def _conclude(self, why: str) -> int:
+        for text in summary.lines(self._view, self._folder.path):
+            self.say(text)
+        if why.startswith("failed: "):
+            raise RunFailed(why.removeprefix("failed: "))
+        if why == "interrupted":
+            self.say(f"go on with: rl360 run --resume {self._folder.path}")
+            return 130
+        picture = self._folder.path / "reward.svg"
+        if summary.draw([(self._folder.config.run.name, self._view)], picture):
+            self.say(f"reward picture: {picture}")
+        return 0
