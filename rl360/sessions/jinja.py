@@ -77,7 +77,7 @@ class JinjaTemplate:
         return self._after(self.render([_BEFORE[0], message]), self.render(_BEFORE[:1]) + self.generation_prompt)
 
     def parse_reply(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Reply:
-        return parse_ids(self.tokenizer, ids, frozenset(self.stop_token_ids), tools)
+        return parse_ids(self.tokenizer, ids, tools)
 
     def _ids(self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool) -> list[int]:
         """Special tokens of the template's own text by id; the plain text between two of them is encoded as one."""

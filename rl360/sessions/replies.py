@@ -25,13 +25,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     format_error: str = ""
 
 
-def parse_ids(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: frozenset[int], tools: Sequence[Tool] | None = None) -> Reply:
-    """Read sampled ids. A trailing stop token belongs to the frame, not to the text.
+def parse_ids(tokenizer: Tokenizer, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Reply:
+    """Read sampled ids. A trailing special token (the one that stopped it) belongs to the frame, not to the text.
 
     Tags are tags only as special tokens: one that the model spelled out letter by letter is text (S2), and an attempt to call.
     """
-    body = list(ids[:-1] if len(ids) and ids[-1] in stop_ids else ids)
     tags = {tokenizer.specials[t]: t for t in (OPEN, CLOSE) if t in tokenizer.specials}
+    stopped = len(ids) > 0 and ids[-1] in tokenizer.special_ids and ids[-1] not in tags
+    body = list(ids[:-1] if stopped else ids)
     if not tags:
         return parse_text(tokenizer.decode(body), tools)
     parts: list[str] = []

@@ -97,7 +97,7 @@ class ChatML:
         return self.tokenizer.pieces(self._reply(message))
 
     def parse_reply(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Reply:
-        return parse_ids(self.tokenizer, ids, frozenset(self.stop_token_ids), tools)
+        return parse_ids(self.tokenizer, ids, tools)
 
     def _parts(self, messages: Sequence[Message], *, first: bool) -> Parts:
         parts: Parts = []

@@ -1,0 +1,198 @@
+"""An agent's request body: read, validated, digested, before any state changes (S5). Unknown fields are tolerated and ignored.
+
+Old messages cost a hash of their bytes: a message that the session has seen is not parsed again.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Literal, cast
+
+import blake3
+import msgspec
+
+from rl360.sessions.history import Digest, chained, digest, root
+from rl360.sessions.messages import Message, Role, Tool, ToolCall
+
+
+class RequestError(Exception):
+    """A request that can't be served: HTTP status and OpenAI's error fields."""
+
+    def __init__(self, status: int, code: str, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct):
+    """The fields of a chat completion request that mean something here; messages and tools still raw."""
+
+    messages: list[msgspec.Raw]
+    tools: msgspec.Raw | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    model: str | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class Seen(msgspec.Struct):
+    """What a session remembers of raw bytes: their digest to what they mean. Nothing here decides a match by itself."""
+
+    messages: dict[bytes, tuple[Digest, Role]] = {}
+    tools: dict[bytes, tuple[Digest, tuple[Tool, ...]]] = {}
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """A validated request. `chain` and `roles` as `history.match` takes them."""
+
+    raw: list[msgspec.Raw]
+    chain: list[Digest]
+    roles: list[Role]
+    tools: tuple[Tool, ...]
+    stream: bool
+    include_usage: bool
+
+    def messages(self, start: int) -> list[Message]:
+        """Messages from `start` on, parsed."""
+        return [parse_message(raw, i) for i, raw in enumerate(self.raw[start:], start)]
+
+
+_ROLES: Final[dict[str, Role]] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MEDIA: Final = ("image", "audio", "video", "file")
+_body: Final = msgspec.json.Decoder(Body)
+_message: Final = msgspec.json.Decoder(_Message)
+_tools: Final = msgspec.json.Decoder(list[_Tool])
+
+
+def read(data: bytes, seen: Seen) -> Incoming:
+    """Validate a body. Raises RequestError: 400 with the place and the reason, 422 for content the policy can't read."""
+    try:
+        body = _body.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise RequestError(400, "invalid_json" if isinstance(e, msgspec.DecodeError) else "invalid_request", f"request body: {e}") from None
+    if not body.messages:
+        raise RequestError(400, "invalid_request", "messages is empty: send the conversation so far", "messages")
+    base, tools = _read_tools(body.tools, seen)
+    known = [_known(raw, i, seen) for i, raw in enumerate(body.messages)]
+    roles: list[Role] = [role for _, role in known]
+    chain = chained(base, (d for d, _ in known))
+    if roles[-1] == "assistant":
+        raise RequestError(400, "invalid_request", "the last message is the assistant's: there is nothing to answer", "messages")
+    options = body.stream_options
+    return Incoming(
+        body.messages, chained(base, (d for d, _ in known)), roles, tools, bool(body.stream), bool(options and options.include_usage)
+    )
+
+
+def _known(raw: msgspec.Raw, index: int, seen: Seen) -> tuple[Digest, Role]:
+    key = blake3.blake3(raw).digest()
+    found = seen.messages.get(key)
+    if found is None:
+        message = parse_message(raw, index)
+        found = seen.messages[key] = (digest(message), message.role)
+    return found
+
+
+def _read_tools(raw: msgspec.Raw | None, seen: Seen) -> tuple[Digest, tuple[Tool, ...]]:
+    data = b"null" if raw is None else bytes(raw)
+    key = blake3.blake3(data).digest()
+    found = seen.tools.get(key)
+    if found is None:
+        tools = parse_tools(data)
+        found = seen.tools[key] = (root(tools), tools)
+    return found
+
+
+def parse_tools(data: bytes) -> tuple[Tool, ...]:
+    """Tools of a request (`null`: none). Raises RequestError."""
+    if data == b"null":
+        return ()
+    try:
+        tools = _tools.decode(data)
+    except msgspec.MsgspecError as e:
+        raise RequestError(400, "invalid_request", f"tools: {e}", "tools") from None
+    return tuple(
+        Tool(name=t.function.name, description=t.function.description or "", parameters=t.function.parameters or {}) for t in tools
+    )
+
+
+def parse_message(raw: msgspec.Raw | bytes, index: int) -> Message:
+    """Message `index` of a request. Raises RequestError."""
+    where = f"messages[{index}]"
+    try:
+        m = _message.decode(raw)
+    except msgspec.MsgspecError as e:
+        raise RequestError(400, "invalid_request", f"{where}: {e}", where) from None
+    role = _ROLES.get(m.role)
+    if role is None:
+        raise RequestError(400, "invalid_request", f"{where}: unknown role {m.role!r} (use {', '.join(_ROLES)})", f"{where}.role")
+    if m.content is None and role != "assistant":
+        raise RequestError(400, "invalid_request", f"{where}: a {m.role} message needs content", f"{where}.content")
+    calls = tuple(_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(m.tool_calls or ())) if role == "assistant" else ()
+    return Message(role=role, content=_flat(m.content, where), tool_calls=calls, tool_call_id=m.tool_call_id or "")
+
+
+def _flat(content: str | list[_Part] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+        if text is None:
+            raise _bad_part(part, f"{where}.content[{i}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _bad_part(part: _Part, where: str) -> RequestError:
+    if any(kind in part.type for kind in _MEDIA):
+        return RequestError(422, "unsupported_content", f"{where}: {part.type!r} can't be used: this policy reads text only", where)
+    return RequestError(400, "invalid_request", f"{where}: a part of type {part.type!r} without text can't be used", where)
+
+
+def _call(call: _Call, where: str) -> ToolCall:
+    arguments: object = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as e:
+            raise RequestError(400, "invalid_request", f"{where}.function.arguments: not JSON: {e}", where) from None
+    if not isinstance(arguments, dict):
+        raise RequestError(400, "invalid_request", f"{where}.function.arguments: must be a JSON object", where)
+    return ToolCall(name=call.function.name, arguments=cast(dict[str, Any], arguments), id=call.id or "")
