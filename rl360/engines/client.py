@@ -77,8 +77,8 @@ class EngineClient(Endpoint):
         """Freeze generation in place: requests in flight keep their KV, new ones are held."""
         await self.call("POST", "/pause_generation", bytes, c.PauseRequest(mode="in_place"))
 
-    async def resume(self) -> None:
-        await self.call("POST", "/continue_generation", bytes, {})
+    async def resume(self, *, timeout: float | None = None) -> None:
+        await self.call("POST", "/continue_generation", bytes, {}, timeout=timeout)
 
     async def begin_update(self) -> None:
         await self._done("/begin_weight_update", {})

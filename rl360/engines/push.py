@@ -1,0 +1,244 @@
+"""Push a policy version to the engines: plan, gather, pause, broadcast, verify, label, continue.
+
+An engine that fails or goes silent is left out and the push goes on for the rest on a rebuilt plan; the version number is
+spent once. Whatever happens, every engine that was paused is told to continue (CASES 34), and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+import aiohttp
+from torch import Tensor
+
+from rl360.bus import events as ev
+from rl360.bus.events import Boundary, Cause
+from rl360.engines.checksum import checksum_of, combined, dtype_name
+from rl360.engines.client import EngineClient, EngineError
+from rl360.engines.group import Broken, Faults, WeightGroup, on_all
+from rl360.engines.plan import EngineSpec, PushPlan, ShardSpec, plan_push
+
+_PROBE: Final = 2.0  # seconds in which a live engine answers /model_info
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOutcome:
+    """What a push did. `built`: the plans that were made for it; `plan`: the one that it ended with."""
+
+    version: int
+    attempt: int
+    plan: PushPlan
+    built: tuple[PushPlan, ...]
+    checksum: str
+    results: tuple[ev.PushResult, ...]
+    pause_seconds: float  # the longest that any engine that holds the version stood still
+    seconds: float
+
+    def events(self, run: str, step: int) -> list[ev.Event]:
+        """`PlanBuilt` for each new plan, then `WeightsPushed`."""
+        pushed = ev.WeightsPushed(
+            run=run,
+            step=step,
+            version=self.version,
+            plan=self.plan.digest,
+            path=self.plan.path,
+            attempt=self.attempt,
+            checksum=self.checksum,
+            results=self.results,
+            pause_seconds=self.pause_seconds,
+            seconds=self.seconds,
+        )
+        return [*(plan.event(run, step) for plan in self.built), pushed]
+
+
+class Pusher:
+    """Pushes to whatever engines there are; keeps the group as long as the plan is the same. An async context manager."""
+
+    def __init__(self, *, bucket_bytes: int, timeout: float, call_timeout: float, host: str = "127.0.0.1") -> None:
+        """`timeout`: seconds of a whole push; `call_timeout`: of one call or bucket; `host`: where engines reach the trainer."""
+        self.bucket_bytes, self.timeout, self.call_timeout = bucket_bytes, timeout, call_timeout
+        self.probe = min(_PROBE, call_timeout)
+        self._host = host
+        self._lock = asyncio.Lock()
+        self._group: WeightGroup | None = None
+        self._last_plan = ""
+
+    async def __aenter__(self) -> Pusher:
+        self._http = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._group is not None:
+            self._group.close()
+        await self._http.close()
+
+    async def push(self, version: int, weights: Mapping[str, Tensor], engines: Mapping[str, str], *, attempt: int = 1) -> PushOutcome:
+        """Bring `engines` (generation: URL) to `version`. An engine's failure is a result, never an exception.
+
+        `weights`: tensor by HF name, in the dtype that the engines hold; they must not change until this returns.
+        `attempt` counts the pushes of this version over restarts of the trainer (`Membership.pushes` + 1). The KV of
+        older weights is dropped: no request may be in flight (schedules `sync` and `one_step`).
+        """
+        async with self._lock:
+            clients = {g: EngineClient(self._http, url, g, timeout=self.call_timeout) for g, url in engines.items()}
+            return await _Push(self, version, weights, clients).run(attempt)
+
+    def plan(self, shards: list[ShardSpec], generations: Iterable[str]) -> tuple[PushPlan, bool]:
+        """The plan for these engines, and whether it is another one than last time."""
+        plan = plan_push(shards, [EngineSpec(generation=g) for g in generations], self.bucket_bytes)
+        new, self._last_plan = plan.digest != self._last_plan, plan.digest
+        return plan, new
+
+    async def group(self, plan: PushPlan, clients: Mapping[str, EngineClient]) -> WeightGroup:
+        """The group of this plan: the one at hand, or a new one. Raises Broken."""
+        old = self._group
+        if old is not None and not old.closed and old.plan.digest == plan.digest:
+            return old
+        if old is not None:
+            self._group = None
+            await old.dissolve(clients, timeout=self.probe)
+        self._group = await WeightGroup.form(plan, clients, host=self._host, timeout=self.call_timeout)
+        return self._group
+
+
+class _Push:
+    """One push under way. `_left`: the engines that are still in it."""
+
+    def __init__(self, pusher: Pusher, version: int, weights: Mapping[str, Tensor], clients: Mapping[str, EngineClient]) -> None:
+        self._pusher, self._version, self._weights = pusher, version, weights
+        self._clients, self._left = clients, dict(clients)
+        self._shards = shard_specs(weights)
+        self._built: list[PushPlan] = []
+        self._sums: dict[str, str] = {}
+        self._results: dict[str, ev.PushResult] = {}
+        self._told: dict[str, float] = {}  # when each engine was told to pause; it may have, even if its answer was lost
+        self._paused: set[str] = set()
+        self._resumed: dict[str, float] = {}
+        self._begun: set[str] = set()
+        self._calls = self._bytes = 0  # that went to each engine of this round
+
+    async def run(self, attempt: int) -> PushOutcome:
+        started = time.perf_counter()
+        self._sums = await asyncio.to_thread(checksum_of, list(self._weights.items()))
+        try:
+            async with asyncio.timeout(self._pusher.timeout):
+                await self._rounds()
+        except TimeoutError:
+            self._leave_out({g: self._error(g, f"the push took longer than {self._pusher.timeout:g} s") for g in self._left})
+        finally:
+            await self._resume()
+        return PushOutcome(
+            version=self._version,
+            attempt=attempt,
+            plan=self._plan,
+            built=tuple(self._built),
+            checksum=combined(self._sums),
+            results=tuple(self._results[g] for g in sorted(self._results)),
+            pause_seconds=max((self._resumed[g] - self._told[g] for g, r in self._results.items() if r.ok), default=0.0),
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _rounds(self) -> None:
+        """Try until the engines that are left have everything. Each set of engines is tried twice at most, so this ends."""
+        tried: set[str] = set()
+        while True:
+            self._plan, new = self._pusher.plan(self._shards, self._left)
+            self._built += [self._plan] if new else []
+            if not self._left:
+                return
+            try:
+                await self._transfer()
+            except Broken as broken:
+                self._leave_out(await self._culprits(broken, last_try=self._plan.digest in tried))
+                tried.add(self._plan.digest)
+                continue
+            return await self._complete()
+
+    async def _transfer(self) -> None:
+        """All weights to all engines that are left. Raises Broken."""
+        group = await self._pusher.group(self._plan, self._left)
+        await self._each(self._pause)
+        await self._each(self._begin)
+        self._calls = self._bytes = 0
+        for bucket in self._plan.buckets:
+            await group.send(bucket, self._weights, self._left, flush_cache=bucket is self._plan.buckets[-1])
+            self._calls, self._bytes = self._calls + 1, self._bytes + bucket.bytes
+
+    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        _, faults = await on_all(self._left, call)
+        if faults:
+            raise Broken(faults)
+
+    async def _pause(self, client: EngineClient) -> None:
+        if client.generation not in self._paused:
+            self._told.setdefault(client.generation, time.perf_counter())
+            await client.pause()
+            self._paused.add(client.generation)
+
+    async def _begin(self, client: EngineClient) -> None:
+        if client.generation not in self._begun:
+            await client.begin_update()
+            self._begun.add(client.generation)
+
+    async def _culprits(self, broken: Broken, *, last_try: bool) -> Faults:
+        """Who is to blame: those that don't answer a probe, for a dead peer makes its neighbours fail too.
+
+        When all answer it may have been a lost connection: nobody is blamed before the second time.
+        """
+        _, silent = await on_all(self._left, lambda c: c.model_info(timeout=self._pusher.probe))
+        if silent:
+            return {g: broken.faults.get(g, error) for g, error in silent.items()}
+        if not last_try:
+            return {}
+        return broken.faults or {g: self._error(g, str(broken)) for g in self._left}
+
+    async def _complete(self) -> None:
+        """Verify and label every engine by itself."""
+        checksums, faults = await on_all(self._left, self._verify)
+        self._leave_out(faults)
+        for g, checksum in checksums.items():
+            self._results[g] = ev.PushResult(generation=g, ok=True, checksum=checksum, calls=self._calls, bytes=self._bytes)
+
+    async def _verify(self, client: EngineClient) -> str:
+        """An engine says 200 to names that it doesn't have, so its own checksums decide (CASES 31)."""
+        await client.end_update()
+        held = await client.checksums()
+        if held != self._sums:
+            names = sorted(n for n in held.keys() | self._sums.keys() if held.get(n) != self._sums.get(n))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise self._error(client.generation, f"holds other weights than the trainer: {', '.join(names[:3])}{more}")
+        await client.set_version(self._version)
+        return combined(held)
+
+    async def _resume(self) -> None:
+        """Continue every engine that was told to pause, the failed ones too. One that can't is not ok."""
+
+        async def resume(client: EngineClient) -> None:
+            await client.resume(timeout=None if client.generation in self._left else self._pusher.probe)
+            self._resumed[client.generation] = time.perf_counter()
+
+        _, faults = await on_all({g: self._clients[g] for g in self._told}, resume)
+        self._leave_out({g: error for g, error in faults.items() if g in self._left})
+
+    def _leave_out(self, faults: Faults) -> None:
+        for g, error in faults.items():
+            self._left.pop(g, None)
+            self._results[g] = ev.PushResult(generation=g, ok=False, error=str(error), calls=self._calls, bytes=self._bytes)
+
+    def _error(self, generation: str, detail: str) -> EngineError:
+        return EngineError(Boundary.ENGINE, Cause.UNKNOWN, detail, generation=generation)
+
+
+def shard_specs(weights: Mapping[str, Tensor]) -> list[ShardSpec]:
+    """The weights as a plan sees them. A name with ".experts." is one expert's."""
+    return [
+        ShardSpec(
+            name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape), bytes=t.numel() * t.element_size(), expert=".experts." in name
+        )
+        for name, t in weights.items()
+    ]
