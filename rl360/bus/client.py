@@ -10,7 +10,7 @@ from typing import Final
 from nats.aio.client import Client
 
 from rl360.bus import events as ev
-from rl360.bus import journal, subjects
+from rl360.bus import journal, subjects, tracing
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import Recorded, encode
 from rl360.bus.connection import BusAddress, connect
@@ -57,10 +57,12 @@ class Bus:
     # ------------------------------------------------------------------------------------------------ write
 
     async def submit(self, event: ev.Event, *, traceparent: str = "") -> asyncio.Future[PubAck]:
-        """Send an event without waiting for its receipt; the returned future ends with it."""
-        headers = {"Nats-Msg-Id": subjects.msg_id(event), "RL360-Schema": str(ev.SCHEMA_VERSION)}
-        if traceparent:
-            headers["traceparent"] = traceparent
+        """Send an event without waiting for its receipt; the returned future ends with it. The trace context is its attempt's."""
+        headers = {
+            "Nats-Msg-Id": subjects.msg_id(event),
+            "RL360-Schema": str(ev.SCHEMA_VERSION),
+            "traceparent": traceparent or tracing.traceparent_of(event),
+        }
         return await self.publisher.submit(subjects.subject(event), encode(event), headers)
 
     async def publish(self, event: ev.Event, *, traceparent: str = "") -> int:

@@ -85,12 +85,16 @@ def write_config(path: Path, text: str) -> None:
         f.write(text)
 
 
+async def is_healthy(monitor_port: int) -> bool:
+    """Whether a server answers and JetStream has recovered."""
+    return await asyncio.to_thread(_healthy, f"http://127.0.0.1:{monitor_port}/healthz")
+
+
 async def wait_healthy(monitor_port: int, *, deadline: float = 15.0) -> None:
     """Wait until JetStream has recovered. Raises BusError at the deadline."""
-    url = f"http://127.0.0.1:{monitor_port}/healthz"
     try:
         async with asyncio.timeout(deadline):
-            while not await asyncio.to_thread(_healthy, url):  # noqa: ASYNC110  (another process: nothing to wait on)
+            while not await is_healthy(monitor_port):  # noqa: ASYNC110  (another process: nothing to wait on)
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise BusError(f"nats-server was not healthy within {deadline:g} s (monitor port {monitor_port})") from None

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from rl360.bus import events as ev
-from rl360.bus import subjects, tracing
+from rl360.bus import subjects
 from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
 from rl360.config import Config
@@ -127,6 +127,6 @@ class Outbox:
         if not self._due:
             return
         due, self._due = self._due, {}
-        receipts = [await self._bus.submit(e, traceparent=tracing.traceparent_of(e)) for e in due.values()]
+        receipts = [await self._bus.submit(e) for e in due.values()]
         await asyncio.gather(*receipts)
         self._held.update(due)

@@ -20,6 +20,7 @@ from rl360.dash.table import PlainLines, render
 from rl360.launch import prepare, summary
 from rl360.launch.rundir import RunDir, new_path
 from rl360.launch.supervisor import RunFailed, Supervisor
+from rl360.launch.telemetry import Telemetry, exporter
 
 RUNS: Final = Path("runs")
 _REFRESH: Final = 0.5  # seconds between two looks at the table
@@ -103,8 +104,12 @@ class _Run:
         return next(why for task, why in ends.items() if task in done)
 
     async def _follow(self, supervisor: Supervisor) -> None:
+        endpoint = self._folder.config.telemetry.otlp_endpoint
+        telemetry = Telemetry(exporter(endpoint)) if endpoint else None
         async for record in supervisor.bus.follow(stop=asyncio.Event()):
             self._view.on(record)
+            if telemetry:
+                telemetry.on(record)
             if isinstance(record.event, ev.RunFinished) and record.event.why == "steps":
                 self._finished.set()
 

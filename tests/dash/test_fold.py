@@ -1,0 +1,45 @@
+"""The view of a run is a fold: any prefix can be shown, and folding twice changes nothing."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rl360.bus import events as ev
+from rl360.dash.fold import RunView, Stage
+from rl360.dash.table import PlainLines, line, render
+from tests.launch.story import GOOD, LOST, records
+
+
+def view(count: int | None = None) -> RunView:
+    folded = RunView()
+    for record in records()[:count]:
+        folded.on(record)
+    return folded
+
+
+def test_stages_follow_the_attempts() -> None:
+    step = view().steps[(ev.Purpose.TRAIN, 0)]
+    assert step.stages == {GOOD: Stage.DECIDED, LOST: Stage.INFRA}
+    assert view(7).steps[(ev.Purpose.TRAIN, 0)].stages[GOOD] is Stage.AGENT
+
+
+def test_means_say_their_n_and_leave_infra_out_s23() -> None:
+    metrics = view().steps[(ev.Purpose.TRAIN, 0)].metrics
+    assert (metrics.valid.value, metrics.valid.n, metrics.kept.n) == (1.0, 1, 0)
+    assert metrics.infra == {"sandbox/lost": 1}
+
+
+def test_every_prefix_can_be_shown() -> None:
+    console = Console(width=160, file=None, record=True)
+    for count in range(len(records()) + 1):
+        with console.capture():
+            console.print(render(view(count), now=10.0))
+
+
+def test_plain_line_is_told_once_and_says_why_a_step_was_skipped() -> None:
+    said: list[str] = []
+    lines = PlainLines(said.append)
+    for _ in range(2):
+        lines.update(view(), 10.0)
+    assert said == [line(view().steps[(ev.Purpose.TRAIN, 0)], 10.0)]
+    assert "skipped: no survivor" in said[0] and "sandbox/lost 1" in said[0] and "1.000 n=1" in said[0]

@@ -1,0 +1,37 @@
+"""Export never stops training, whatever the collector does (CASES 43)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from rl360.launch.telemetry import Telemetry
+from tests.launch.story import records
+
+
+class Refusing(SpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.FAILURE
+
+
+async def test_a_closed_step_is_exported_with_its_attempts() -> None:
+    memory = InMemorySpanExporter()
+    telemetry = Telemetry(memory)
+    for record in records():
+        telemetry.on(record)
+    await asyncio.wait_for(telemetry.close(), 10)
+    names = [s.name for s in memory.get_finished_spans()]
+    assert "turn/1" in names and sum(n.startswith("attempt ") for n in names) == 2
+    assert telemetry.sent == len(names)
+
+
+async def test_a_collector_that_refuses_is_counted_and_no_error() -> None:
+    telemetry = Telemetry(Refusing())
+    for record in records():
+        telemetry.on(record)
+    await asyncio.wait_for(telemetry.close(), 10)
+    assert (telemetry.sent, telemetry.failed > 0) == (0, True)
