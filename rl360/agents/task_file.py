@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
+_RESERVED: Final = frozenset({"usr", "etc", "proc", "dev", "sys", "bin", "sbin", "lib", "lib64", "tests", "logs", "solution", "tmp"})
+
 PositiveInt = Annotated[int, Meta(gt=0)]
 
 
@@ -179,6 +181,8 @@ def _check(file: TaskFile, path: Path) -> None:
         refuse("environment.os", f"{file.environment.os!r}: sandboxes run Linux only; leave the task out")
     if not file.environment.workdir.startswith("/") or file.environment.workdir.rstrip("/") == "" or ".." in file.environment.workdir:
         refuse("environment.workdir", f"{file.environment.workdir!r} must be an absolute path below /, such as /app")
+    if file.environment.workdir.split("/")[1] in _RESERVED:
+        refuse("environment.workdir", f"{file.environment.workdir!r} lies in a folder of the sandbox's own; use /app")
     for key, size in (("memory", file.environment.memory), ("storage", file.environment.storage)):
         try:
             if size is not None:

@@ -1,0 +1,150 @@
+"""Who owns which sandbox, so that nothing of a dead runner stays (CASES 39, 40).
+
+<dir>/sandboxes/<lease>.lease   locked by its runner for as long as it lives; the kernel lets go of it when it dies
+<dir>/sandboxes/<lease>/<sandbox>/intent.json   written before anything of the sandbox is started
+A sweep takes every lease that isn't locked, kills what its intents name, and removes the folders.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rl360.agents.sandbox.base import LABEL
+from rl360.agents.sandbox.cgroups import Cgroup
+
+log = logging.getLogger(__name__)
+
+_SUFFIX: Final = ".lease"
+_KILL_SECONDS: Final = 10.0
+
+
+class Intent(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox that is about to start: whose it is, and where its traces will be."""
+
+    sandbox: str
+    lease: str
+    root: str
+    created: float
+    cgroup: tuple[str, ...] = ()
+    cgroup_version: int = 0
+
+
+class Lease:
+    """A runner's lock and the folder of its sandboxes. Ends with `release`, or with the process."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """Take it. `name` must be new: a lease is never taken over."""
+        self.name = name
+        self.folder = root / name
+        self._file = root / f"{name}{_SUFFIX}"
+        root.mkdir(parents=True, exist_ok=True)
+        aside = root / f".{name}.new"
+        self._fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.folder.mkdir(mode=0o700)
+        os.rename(aside, self._file)  # a lease that can be seen is locked already
+
+    def open(self, sandbox: str, group: Cgroup | None) -> Path:
+        """Record the intent of a sandbox and return its folder, before anything else of it exists."""
+        folder = self.folder / sandbox
+        folder.mkdir()
+        intent = Intent(
+            sandbox=sandbox,
+            lease=self.name,
+            root=str(folder),
+            created=time.time(),
+            cgroup=tuple(map(str, group.folders)) if group else (),
+            cgroup_version=group.version if group else 0,
+        )
+        (folder / "intent.json").write_bytes(msgspec.json.encode(intent))
+        return folder
+
+    def label(self, sandbox: str) -> str:
+        return f"{self.name}/{sandbox}"
+
+    def release(self) -> None:
+        """Give it back; its sandboxes must be closed. A second call does nothing."""
+        if self._fd >= 0:
+            remove_tree(self.folder)
+            self._file.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def sweep(root: Path) -> tuple[str, ...]:
+    """Kill and remove every sandbox whose runner is dead; returns their names. Runners at work are left alone."""
+    swept: list[str] = []
+    for file in sorted(root.glob(f"*{_SUFFIX}")):
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            swept += _sweep_lease(root, file.name.removesuffix(_SUFFIX))
+            file.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+    return tuple(swept)
+
+
+def _sweep_lease(root: Path, lease: str) -> list[str]:
+    folder = root / lease
+    if not folder.is_dir():
+        return []
+    intents = [i for path in sorted(folder.iterdir()) if (i := _intent(path / "intent.json"))]
+    deadline = time.monotonic() + _KILL_SECONDS
+    for pid in _labelled(f"{LABEL}={lease}/".encode()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for intent in intents:
+        log.info("sweep: sandbox %s of dead runner %s", intent.sandbox, lease)
+        group = Cgroup(tuple(map(Path, intent.cgroup)), intent.cgroup_version)
+        if intent.cgroup and any(f.exists() for f in group.folders):
+            group.kill(deadline)
+            group.remove(deadline)
+    remove_tree(folder)
+    return [i.sandbox for i in intents]
+
+
+def _intent(path: Path) -> Intent | None:
+    """The intent, or None where the runner died before it was written: nothing was started then."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Intent)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _labelled(label: bytes) -> list[int]:
+    """Processes whose environment has the label: first processes of sandboxes, and in plain sandboxes every process."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if label in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder whatever an agent made of it: no permissions, thousands of levels, odd names. Follows no link."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        for argv in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", "--one-file-system", str(folder)]):
+            subprocess.run(argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+        if folder.exists():
+            raise

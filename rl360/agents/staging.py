@@ -1,0 +1,57 @@
+"""A copy of each task that a runner uses, checked against the digest: what was admitted is what runs.
+
+The copy is readable by any sandbox's uid and nothing writes to it; sandboxes get their files from it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl360.agents.tasks import NOT_COPIED, Task, TaskError, digest_of_folder
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Folders of one task's copy. `environment` has what is copied into the workdir; None: nothing is."""
+
+    environment: Path | None
+    tests: Path
+    solution: Path | None
+
+
+class Stage:
+    """Copies under one folder, one a digest. Safe for many threads."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._staged: dict[str, Staged] = {}
+
+    def get(self, task: Task) -> Staged:
+        """The copy of a task. Raises TaskError when its folder changed since its digest was taken."""
+        with self._lock:
+            if task.digest not in self._staged:
+                self._staged[task.digest] = self._copy(task)
+            return self._staged[task.digest]
+
+    def _copy(self, task: Task) -> Staged:
+        copy = self._root / task.digest
+        shutil.copytree(task.dir, copy, symlinks=True)
+        if digest_of_folder(copy) != task.digest:
+            shutil.rmtree(copy)
+            raise TaskError(f"{task.dir}: changed since its digest was taken; restore it as it was when the step opened")
+        for name in NOT_COPIED:
+            (copy / "environment" / name).unlink(missing_ok=True)
+        _make_readable(copy)
+        environment, solution = copy / "environment", copy / "solution"
+        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None)
+
+
+def _make_readable(folder: Path) -> None:
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
