@@ -87,7 +87,9 @@ class Waves(Section, frozen=True, kw_only=True):
 
 
 class Agent(Section, frozen=True, kw_only=True):
-    harness: Literal["mini_swe", "scripted"] = "mini_swe"
+    harness: Literal["mini_swe", "scripted", "openai_url"] = "mini_swe"
+    command: str = ""  # harness "openai_url": the agent's command line, run inside the sandbox
+    script: tuple[str, ...] = ()  # harness "scripted": shell commands, "oracle", "ask" or "ask: text"
     max_turns: Positive = 8
     system: str = "You are a coding agent. Use the bash tool."
     observation_limit: Positive = 200  # characters of a command's output that the agent sees
@@ -292,6 +294,10 @@ def _check(c: Config, where: str) -> None:
         refuse("tasks.pool", f"must be at least tasks.groups_per_step ({c.tasks.groups_per_step})")
     if c.push.call_timeout > c.push.timeout:
         refuse("push.call_timeout", f"must not exceed push.timeout ({c.push.timeout:g})")
+    if bool(c.agent.command) != (c.agent.harness == "openai_url"):
+        refuse("agent.command", 'names the agent of agent.harness = "openai_url": that harness needs it, no other takes it')
+    if c.agent.script and c.agent.harness != "scripted":
+        refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
     if c.supervise.min_engines > c.engine.count:
         refuse("supervise.min_engines", f"must not exceed engine.count ({c.engine.count})")
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
