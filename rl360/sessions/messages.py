@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
+
+DEPTH: Final = 64
+"""Deepest nesting of a tool call's arguments."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -45,3 +48,30 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     def openai(self) -> dict[str, Any]:
         """The tool as OpenAI's request spells it."""
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Arguments of a tool call. Raises ValueError for anything but one strict JSON object of bounded depth."""
+    try:
+        value = cast(object, msgspec.json.decode(text.encode()))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
+        raise ValueError(f"not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    data = cast(dict[str, Any], value)
+    if _too_deep(data):
+        raise ValueError(f"nested more than {DEPTH} deep")
+    return data
+
+
+def _too_deep(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(DEPTH):
+        level = [x for v in level for x in _below(v)]
+    return bool(level)
+
+
+def _below(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(cast(dict[str, Any], value).values())
+    return cast(list[Any], value) if isinstance(value, list) else []

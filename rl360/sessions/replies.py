@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import msgspec
 
-from rl360.sessions.messages import Tool, ToolCall
+from rl360.sessions.messages import Tool, ToolCall, parse_object
 from rl360.sessions.tokenizer import Tokenizer
 
 OPEN: Final = "<tool_call>"
@@ -74,12 +73,9 @@ def _call(rest: list[str], calls: list[ToolCall], tools: Sequence[Tool] | None) 
     if rest[3].strip():
         return "text after a tool call"
     try:
-        data = cast(object, json.loads(rest[1]))
-    except (ValueError, RecursionError) as e:
-        return f"tool call is not JSON: {e}"
-    if not isinstance(data, dict):
-        return "tool call is not an object"
-    call = cast(dict[str, Any], data)
+        call = parse_object(rest[1])
+    except ValueError as e:
+        return f"tool call: {e}"
     name, arguments = call.get("name"), call.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return 'tool call needs "name" (text) and "arguments" (object)'

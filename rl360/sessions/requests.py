@@ -5,14 +5,13 @@ Old messages cost a hash of their bytes: a message that the session has seen is 
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import blake3
 import msgspec
 
 from rl360.sessions.history import Digest, chained, digest, root
-from rl360.sessions.messages import Message, Role, Tool, ToolCall
+from rl360.sessions.messages import Message, Role, Tool, ToolCall, parse_object
 
 
 class RequestError(Exception):
@@ -104,8 +103,9 @@ def read(data: bytes, seen: Seen) -> Incoming:
     """Validate a body. Raises RequestError: 400 with the place and the reason, 422 for content the policy can't read."""
     try:
         body = _body.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise RequestError(400, "invalid_json" if isinstance(e, msgspec.DecodeError) else "invalid_request", f"request body: {e}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        code = "invalid_request" if isinstance(e, msgspec.ValidationError) else "invalid_json"
+        raise RequestError(400, code, f"request body: {e}") from None
     if not body.messages:
         raise RequestError(400, "invalid_request", "messages is empty: send the conversation so far", "messages")
     base, tools = _read_tools(body.tools, seen)
@@ -114,10 +114,8 @@ def read(data: bytes, seen: Seen) -> Incoming:
     chain = chained(base, (d for d, _ in known))
     if roles[-1] == "assistant":
         raise RequestError(400, "invalid_request", "the last message is the assistant's: there is nothing to answer", "messages")
-    options = body.stream_options
-    return Incoming(
-        body.messages, chained(base, (d for d, _ in known)), roles, tools, bool(body.stream), bool(options and options.include_usage)
-    )
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    return Incoming(body.messages, chain, roles, tools, bool(body.stream), usage)
 
 
 def _known(raw: msgspec.Raw, index: int, seen: Seen) -> tuple[Digest, Role]:
@@ -145,7 +143,7 @@ def parse_tools(data: bytes) -> tuple[Tool, ...]:
         return ()
     try:
         tools = _tools.decode(data)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise RequestError(400, "invalid_request", f"tools: {e}", "tools") from None
     return tuple(
         Tool(name=t.function.name, description=t.function.description or "", parameters=t.function.parameters or {}) for t in tools
@@ -157,7 +155,7 @@ def parse_message(raw: msgspec.Raw | bytes, index: int) -> Message:
     where = f"messages[{index}]"
     try:
         m = _message.decode(raw)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise RequestError(400, "invalid_request", f"{where}: {e}", where) from None
     role = _ROLES.get(m.role)
     if role is None:
@@ -187,12 +185,10 @@ def _bad_part(part: _Part, where: str) -> RequestError:
 
 
 def _call(call: _Call, where: str) -> ToolCall:
-    arguments: object = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as e:
-            raise RequestError(400, "invalid_request", f"{where}.function.arguments: not JSON: {e}", where) from None
-    if not isinstance(arguments, dict):
-        raise RequestError(400, "invalid_request", f"{where}.function.arguments: must be a JSON object", where)
-    return ToolCall(name=call.function.name, arguments=cast(dict[str, Any], arguments), id=call.id or "")
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    try:
+        parsed = parse_object(text) if text.strip() else {}
+    except ValueError as e:
+        raise RequestError(400, "invalid_request", f"{where}.function.arguments: {e}", where) from None
+    return ToolCall(name=call.function.name, arguments=parsed, id=call.id or "")

@@ -18,7 +18,7 @@ from rl360.bus.events import RoutingDelta
 from rl360.bus.payload import Payload
 from rl360.bus.sample import Routing
 
-Rows = NDArray[np.uint8] | NDArray[np.uint16]
+Rows = NDArray[np.uint8 | np.uint16]
 """[rows, MoE layers, top-k]"""
 
 

@@ -63,8 +63,8 @@ def _check_echo(reply: EngineReply, prompt: bytes, prompt_tokens: int) -> None:
     """The engine must have seen exactly the stored ids."""
     if reply.prompt_token_ids is None:
         raise Refused("the reply has no prompt_token_ids: the engine must support return_prompt_token_ids (S1)")
-    echoed = memoryview(reply.prompt_token_ids)[1:-1]
-    if echoed != prompt and bytes(echoed).translate(None, _SPACE) != prompt:
+    echoed = bytes(reply.prompt_token_ids)[1:-1]
+    if echoed != prompt and echoed.translate(None, _SPACE) != prompt:
         raise Refused("the engine's prompt ids are not the ones that were sent (S1)")
     if reply.meta_info.prompt_tokens != prompt_tokens:
         raise Refused(f"the engine counted {reply.meta_info.prompt_tokens} prompt tokens, {prompt_tokens} were sent (S1)")
