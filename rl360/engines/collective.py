@@ -35,11 +35,12 @@ class Collective:
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Send one bucket to all ranks, as one flat tensor. Raises RuntimeError on a broken group or a timeout."""
-        if self._group is None:
+        group = self._group  # taking a group down waits for its calls: this thread is the last to let go of it
+        if group is None:
             raise RuntimeError(f"group {self.name} is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self._group.broadcast([flatten(tensors)], options).wait(self._timeout)
+        group.broadcast([flatten(tensors)], options).wait(self._timeout)
 
     def close(self) -> None:
         """Give the group up; waits for nobody."""

@@ -26,7 +26,7 @@ WEIGHTS = {
     "norm": torch.full((3,), 0.5, dtype=torch.bfloat16),
     "head": torch.arange(128, dtype=torch.float32),
 }
-BUCKET = 300  # bytes: three buckets
+BUCKET = 256  # bytes: three buckets
 
 
 class Engine:
@@ -92,7 +92,7 @@ async def start(nursery: subprocess.Popen[str]) -> AsyncIterator[Callable[[], An
 
 @pytest.fixture
 async def pusher() -> AsyncIterator[Pusher]:
-    async with Pusher(bucket_bytes=BUCKET, timeout=20, call_timeout=4) as pusher:
+    async with Pusher(bucket_bytes=BUCKET, timeout=20, call_timeout=2) as pusher:
         yield pusher
 
 
@@ -137,9 +137,7 @@ async def test_no_engine_is_no_error(pusher: Pusher) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_the_version(
-    start: Any, pusher: Pusher, call: int
-) -> None:
+async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_the_version(start: Any, pusher: Pusher, call: int) -> None:
     a, b = await start(), await start()
     await b.fault("die", UPDATE, call)
     outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "b": b.url})
@@ -148,7 +146,7 @@ async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get
     assert [p.generations for p in outcome.built] == [("a", "b"), ("a",)]
     assert await a.checksums() == checksum_of(WEIGHTS.items())
     assert (await a.state())["version"] == "1" and not (await a.state())["paused"]
-    assert outcome.seconds < 4
+    assert outcome.seconds < 2, "a dead engine is noticed by its connection, not by a timeout"
 
 
 async def test_an_engine_that_is_down_before_the_push_costs_no_timeout(start: Any, pusher: Pusher) -> None:
@@ -156,7 +154,7 @@ async def test_an_engine_that_is_down_before_the_push_costs_no_timeout(start: An
     os.kill(b.pid, signal.SIGKILL)
     outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "b": b.url})
     assert [r.ok for r in outcome.results] == [True, False]
-    assert outcome.seconds < 4
+    assert outcome.seconds < 2, "a dead engine is noticed by its connection, not by a timeout"
 
 
 async def test_case35_a_hung_engine_holds_nobody_beyond_the_deadline(start: Any, pusher: Pusher) -> None:
@@ -165,7 +163,7 @@ async def test_case35_a_hung_engine_holds_nobody_beyond_the_deadline(start: Any,
     outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "b": b.url})
     assert [r.ok for r in outcome.results] == [True, False]
     assert not (await a.state())["paused"]
-    assert outcome.seconds < 16
+    assert outcome.seconds < 10
 
 
 async def test_case31_wrong_weights_are_found_by_checksum(start: Any, pusher: Pusher) -> None:
