@@ -156,6 +156,8 @@ class World:
         yield ev.SessionClosed(**about, reason="submitted", turns=len(turns), branches=max(t.branch for t in turns) + 1)
         yield verified(a.attempt, result, step=a.step, group=a.group)
         yield from self.merged(turns)
+        if self.rng.random() < 0.2:  # another life of it, whose runner knew nothing of the first
+            yield failed(a.attempt, step=a.step, group=a.group, life=2)
 
     def turns(self, about: dict[str, object], branches: int) -> list[ev.TurnCompleted]:
         """Two turns in a row, and, for a second branch, a third one that continues the first turn in another way."""
