@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from torch import Tensor
@@ -116,8 +118,7 @@ async def on_all(clients: Clients, call: Callable[[EngineClient], Awaitable[T]])
 
 async def _together(calls: Mapping[str, Coroutine[Any, Any, None]], own: Callable[[], None]) -> None:
     """Run the engines' calls and the trainer's own blocking part at once. Raises Broken as soon as it can't succeed any more."""
-    mine = asyncio.get_running_loop().run_in_executor(None, own)
-    mine.add_done_callback(_look_at)  # it may be abandoned
+    mine = _detached(own)
     theirs = {g: asyncio.ensure_future(call) for g, call in calls.items()}
     everything: set[asyncio.Future[None]] = {mine, *theirs.values()}
     try:
@@ -125,7 +126,7 @@ async def _together(calls: Mapping[str, Coroutine[Any, Any, None]], own: Callabl
         if pending:
             await asyncio.wait(pending, timeout=_GRACE)
     finally:
-        for task in theirs.values():
+        for task in everything:
             task.cancel()
     faults, trainer = _faults(theirs), _failure(mine)
     if faults or trainer:
@@ -146,13 +147,25 @@ def _faults(tasks: Mapping[str, asyncio.Future[None]]) -> Faults:
 
 
 def _failure(mine: asyncio.Future[None]) -> str:
-    if not mine.done() or (error := mine.exception()) is None:
+    if not mine.done() or mine.cancelled() or (error := mine.exception()) is None:
         return ""
     if not isinstance(error, RuntimeError):
         raise error
     return f"trainer: {str(error).splitlines()[0]}"
 
 
-def _look_at(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
+def _detached(own: Callable[[], None]) -> asyncio.Future[None]:
+    """Run in a daemon thread, which may be abandoned: neither a push nor the trainer's end waits for a peer that is gone."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # from here on a cancellation only stops the waiting
+
+    def run() -> None:
+        try:
+            own()
+        except Exception as e:  # noqa: BLE001  (handed on to whoever waits)
+            future.set_exception(e)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="push", daemon=True).start()
+    return asyncio.wrap_future(future)

@@ -119,7 +119,6 @@ class _Push:
         self._told: dict[str, float] = {}  # when each engine was told to pause; it may have, even if its answer was lost
         self._paused: set[str] = set()
         self._resumed: dict[str, float] = {}
-        self._begun: set[str] = set()
         self._calls = self._bytes = 0  # that went to each engine of this round
 
     async def run(self, attempt: int) -> PushOutcome:
@@ -181,9 +180,13 @@ class _Push:
             self._paused.add(client.generation)
 
     async def _begin(self, client: EngineClient) -> None:
-        if client.generation not in self._begun:
+        try:
             await client.begin_update()
-            self._begun.add(client.generation)
+        except EngineError as e:
+            if e.cause is not Cause.REFUSED:
+                raise
+            await client.end_update()  # a failed round, or a trainer that died, left an update open
+            await client.begin_update()
 
     async def _culprits(self, broken: Broken, *, last_try: bool) -> Faults:
         """Who is to blame: those that don't answer a probe, for a dead peer makes its neighbours fail too.
