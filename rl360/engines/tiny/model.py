@@ -38,7 +38,10 @@ class Model:
         s = weights.shape
         self.weights, self.slots, self.context = weights, slots, context
         size = (s.layers, slots, s.kv_heads, context, s.head_dim)
-        self.keys, self.values = torch.zeros(size, dtype=weights.dtype), torch.zeros(size, dtype=weights.dtype)
+        self.keys = list(torch.zeros(size, dtype=weights.dtype))  # by layer [slots, g, context, k]
+        self.values = list(torch.zeros(size, dtype=weights.dtype))
+        self._key_rows = [k.view(-1, s.head_dim) for k in self.keys]
+        self._value_rows = [v.view(-1, s.head_dim) for v in self.values]
         self.experts: Tensor | None = None
         """Experts chosen for a KV row [slots, context, MoE layers, top-k] int16, kept beside it."""
         if capture_experts and s.moe_layers:
@@ -66,23 +69,26 @@ class Model:
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` KV rows of a slot to another, experts included."""
-        for cache in (self.keys, self.values):
-            cache[:, target, :, :rows] = cache[:, source, :, :rows]
+        for cache in (*self.keys, *self.values):
+            cache[target, :, :rows] = cache[source, :, :rows]
         if self.experts is not None:
             self.experts[target, :rows] = self.experts[source, :rows]
 
     def _forward(self, ids: Tensor, slots: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         s, weights = self.weights.shape, self.weights
         rotated = s.heads + s.kv_heads
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x_nd = weights.embed[ids]
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        heads = torch.arange(s.kv_heads)
+        rows = ((slots.unsqueeze(1) * s.kv_heads + heads) * self.context + positions.unsqueeze(1)).view(-1)  # of [slot, g, t]
+        x_nd = weights.embed.index_select(0, ids)
         for i, layer in enumerate(weights.layers):
-            qkv = F.linear(self._norm(x_nd, layer.attn_norm), layer.qkv).view(len(ids), rotated + s.kv_heads, s.head_dim)
-            qk = self._norm(qkv[:, :rotated], layer.qk_norm)
-            qk = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, -1), sin)
-            self.keys[i][slots, :, positions] = qk[:, s.heads :]
-            self.values[i][slots, :, positions] = qkv[:, rotated:]
-            x_nd = torch.addmm(x_nd, attend(i, qk[:, : s.heads]), layer.out.t())
+            qkv = F.linear(self._norm(x_nd, layer.attn_norm), layer.qkv).view(-1, rotated + s.kv_heads, s.head_dim)
+            qk, v = qkv.split((rotated, s.kv_heads), 1)
+            qk = self._norm(qk, layer.qk_norm)
+            q, k = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, -1), sin).split((s.heads, s.kv_heads), 1)
+            self._key_rows[i].index_copy_(0, rows, k.reshape(-1, s.head_dim))
+            self._value_rows[i].index_copy_(0, rows, v.reshape(-1, s.head_dim))
+            x_nd = torch.addmm(x_nd, attend(i, q), layer.out.t())
             x_nd = self._mlp(x_nd, self._norm(x_nd, layer.mlp_norm), layer, i, slots, positions)
         return x_nd
 
@@ -145,8 +151,8 @@ class _PrefillAttention:
 class _DecodeAttention:
     """All sequences at once, padded to the longest. Reads the cache in place when the batch fills its range of slots well.
 
-    Attention is bound by memory here: copying rows out costs as much as attending to them. So up to two idle rows for
-    each live one are attended to and thrown away; a thinner batch is gathered.
+    Attention is bound by memory here, and so is copying rows out: up to one idle row for two live ones is cheaper attended
+    to and thrown away; the rows of a thinner batch are gathered.
     """
 
     def __init__(self, model: Model, slots: Tensor, positions: Tensor) -> None:
@@ -154,7 +160,7 @@ class _DecodeAttention:
         self._group = model.weights.shape.heads // model.weights.shape.kv_heads
         low, high = int(slots[0]), int(slots[-1]) + 1
         self._end = min(model.context, -(-(int(positions.max()) + 1) // 16) * 16)
-        self._range = (low, high) if high - low <= 3 * len(slots) else None
+        self._range = (low, high) if 2 * (high - low) <= 3 * len(slots) else None
         self._rows = None if self._range is None or high - low == len(slots) else slots - low
         self._slots = slots
         last = positions
@@ -188,8 +194,8 @@ def _experts(x_nd: Tensor, h_nd: Tensor, layer: Layer, share_ne: Tensor) -> Tens
 
 
 def _rotation(context: int, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [context, head_dim]: x * cos + roll(x, head_dim / 2) * sin rotates."""
+    """cos and signed sin [context, 1, head_dim]: x * cos + roll(x, head_dim / 2) * sin rotates."""
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     angle = torch.outer(torch.arange(context).float(), frequency)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+    return torch.cat([cos, cos], -1).unsqueeze(1).to(dtype), torch.cat([-sin, sin], -1).unsqueeze(1).to(dtype)
