@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -70,11 +71,28 @@ def weigh(samples: Sequence[TrainSample], reduction: Reduction, constant: float 
     return tuple(replace(s, weight=w) for s, w in zip(samples, result.weights, strict=True)), result.divisor
 
 
+class Placed(Protocol):
+    """What a plan needs to know of a sample. Rank 0 plans with names and lengths; each rank reads its own samples (CASES 26)."""
+
+    @property
+    def attempt(self) -> str: ...
+
+    @property
+    def branch(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Tokens."""
+        ...
+
+
+S = TypeVar("S", bound=Placed)
+
+
 @dataclass(frozen=True)
-class Microbatch:
+class Microbatch(Generic[S]):
     """Samples that go through the model in one pass. An empty one keeps ranks in step and changes nothing."""
 
-    samples: tuple[TrainSample, ...]
+    samples: tuple[S, ...]
 
     @property
     def tokens(self) -> int:
@@ -82,24 +100,24 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Generic[S]):
     """`ranks[r][m]`: microbatch m of data-parallel rank r. All ranks have `microbatches` of them."""
 
-    ranks: tuple[tuple[Microbatch, ...], ...]
+    ranks: tuple[tuple[Microbatch[S], ...], ...]
 
     @property
     def microbatches(self) -> int:
         return len(self.ranks[0])
 
 
-def plan_batch(samples: Sequence[TrainSample], *, dp: int, microbatch_tokens: int) -> BatchPlan:
+def plan_batch(samples: Sequence[S], *, dp: int, microbatch_tokens: int) -> BatchPlan[S]:
     """Spread samples over ranks, balanced by tokens, and over microbatches of at most `microbatch_tokens` (S21).
 
     Fewer samples than ranks give empty microbatches; no sample gives no microbatch. A sample longer than the bound is
     alone in its microbatch: it is never cut.
     """
     longest_first = sorted(samples, key=lambda s: (-len(s), s.attempt, s.branch))
-    loads: list[list[TrainSample]] = [[] for _ in range(dp)]
+    loads: list[list[S]] = [[] for _ in range(dp)]
     tokens = [0] * dp
     for sample in longest_first:
         rank = min(range(dp), key=tokens.__getitem__)
@@ -107,12 +125,12 @@ def plan_batch(samples: Sequence[TrainSample], *, dp: int, microbatch_tokens: in
         tokens[rank] += len(sample)
     filled = [_fill(load, microbatch_tokens) for load in loads]
     rounds = max(map(len, filled))
-    return BatchPlan(tuple(tuple(bins) + (Microbatch(()),) * (rounds - len(bins)) for bins in filled))
+    return BatchPlan(tuple(tuple(bins) + tuple(Microbatch[S](()) for _ in range(rounds - len(bins))) for bins in filled))
 
 
-def _fill(longest_first: Sequence[TrainSample], bound: int) -> list[Microbatch]:
+def _fill(longest_first: Sequence[S], bound: int) -> list[Microbatch[S]]:
     """First fit."""
-    bins: list[list[TrainSample]] = []
+    bins: list[list[S]] = []
     room: list[int] = []
     for sample in longest_first:
         i = next((i for i, left in enumerate(room) if left >= len(sample)), len(bins))
@@ -150,7 +168,7 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def pack(microbatch: Microbatch) -> PackedBatch:
+def pack(microbatch: Microbatch[TrainSample]) -> PackedBatch:
     """Tensors of one microbatch, on the CPU. Order of sequences = order of samples."""
     samples = microbatch.samples
     lengths = [len(s) for s in samples] or [EMPTY_TOKENS]
