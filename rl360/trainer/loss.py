@@ -80,7 +80,8 @@ def policy_loss(
     old = batch.sampler_logprobs if old_logprobs is None else _finite(old_logprobs, batch, "old log-prob").detach()
     gap = _where(batch, logp.detach() - batch.sampler_logprobs)
     ratio = _exp(_where(batch, logp.detach() - old)) * (logp - logp.detach()).exp()  # held within bounds, its gradient whole
-    tis = _exp(gap if old_logprobs is None else _where(batch, old - batch.sampler_logprobs)).clamp(objective.tis_floor, objective.tis_cap)
+    importance = _exp(gap if old_logprobs is None else _where(batch, old - batch.sampler_logprobs))
+    tis = importance.clamp(objective.tis_floor, objective.tis_cap)
     clipped = ratio.clamp(1 - objective.eps_low, 1 + objective.eps_high)
     if old_logprobs is None:
         surrogate = torch.minimum(tis * ratio / ratio.detach() * batch.advantages, clipped * batch.advantages)
@@ -89,6 +90,7 @@ def policy_loss(
     loss = -surrogate
     sums = {
         "tis": _count(batch, tis),
+        "tis_clipped": _count(batch, (tis != importance).float()),
         "clipped": _count(batch, (clipped * batch.advantages < ratio * batch.advantages).float()),
         "abs_dlogp": _count(batch, gap.abs()),
         "ratio": _count(batch, ratio.detach()),

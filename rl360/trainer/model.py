@@ -78,3 +78,22 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
         rotary_base=cast(int, spec.rope_theta),
         share_embeddings_and_output_weights=spec.tied,
     )
+
+
+class OutputRows:
+    """Makes a model's output layer compute only the rows that are asked for.
+
+    Prompt and tool rows need no logits, and logits are the largest tensor of a pass: tokens times vocabulary.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        self._rows: torch.Tensor | None = None
+        model.output_layer.register_forward_pre_hook(self._select)
+
+    def ask(self, rows: torch.Tensor) -> None:
+        """The next pass answers for `rows` (int64 indices into the packed tokens) alone, in their order."""
+        self._rows = rows
+
+    def _select(self, layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = args
+        return (hidden if self._rows is None else hidden.index_select(0, self._rows), *rest)

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl360 import config
 from rl360.trainer import platform as _megatron_importable  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,9 +30,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from rl360.trainer import hf
+from rl360.trainer.agreement import Agreement
 from rl360.trainer.batch import PackedBatch
 from rl360.trainer.loss import LossSums, Objective, add_up, policy_loss
-from rl360.trainer.model import build_model, transformer_config
+from rl360.trainer.model import OutputRows, build_model, transformer_config
 from rl360.trainer.spec import ModelSpec
 
 T = TypeVar("T")
@@ -46,21 +45,21 @@ class PolicyError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step, over all ranks. `sums` and `maxima` are those of `LossSums`; `loss` is their sum over the divisor."""
+    """Of one optimizer step: the gradient of all ranks, the rest of this rank's microbatches alone. See `LossSums` for sums and maxima."""
 
-    loss: float
     grad_norm: float  # before clipping
     sums: dict[str, float]
     maxima: dict[str, float]
+    agreement: Agreement  # over tokens that the version being trained sampled
     seconds: dict[str, float]  # forward_backward, optimizer
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the targets of a microbatch, [T]. `entropy` only when the objective asks for it."""
+    """Of the sampled targets of a microbatch, [T], 0 in other rows. `entropy` has a gradient when the objective asks for it."""
 
     logprobs: Tensor
-    entropy: Tensor | None
+    entropy: Tensor
 
 
 class Policy:
@@ -73,7 +72,9 @@ class Policy:
         self._device = torch.device(torch.cuda.current_device())
         self._config = transformer_config(spec)
         data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        self._model = DistributedDataParallel(self._config, data_parallel, build_model(spec, self._config))
+        model = build_model(spec, self._config)
+        self._output_rows = OutputRows(model)
+        self._model = DistributedDataParallel(self._config, data_parallel, model)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(  # pyright: ignore[reportAttributeAccessIssue]
             _optimizer_config(trainer), [self._model], use_gloo_process_groups=False
         )
@@ -110,46 +111,60 @@ class Policy:
     # ------------------------------------------------------------------------------------------------ forward, backward
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Log-prob of every target of each microbatch, float32 [T], at the sampling temperature, without gradient.
+        """Log-prob of the sampled targets of each microbatch, float32 [T], at the sampling temperature, without gradient.
 
         All ranks must call it with equally many microbatches.
         """
         with torch.no_grad():
             return self._run(batches, lambda batch, scores: (scores.logprobs.sum(), scores.logprobs), backward=False)
 
-    def step(self, batches: Sequence[PackedBatch], divisor: float, old_logprobs: Sequence[Tensor] | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[PackedBatch],
+        divisor: float,
+        *,
+        version: int,
+        old_logprobs: Sequence[Tensor] | None = None,
+        ref_logprobs: Sequence[Tensor] | None = None,
+    ) -> StepResult:
         """One optimizer step on the loss summed over all ranks' microbatches and divided by `divisor`.
 
-        `old_logprobs`: of each microbatch, under the sampler's version (`keep_old_actor`); None: the sampler's own.
+        `version`: of the weights that the step starts from. `old_logprobs`, `ref_logprobs`: of each microbatch, see `policy_loss`.
         Raises PolicyError when the gradient is not finite.
         """
-        old = iter(old_logprobs or [None] * len(batches))
+        nothing = [None] * len(batches)
+        given = iter(zip(old_logprobs or nothing, ref_logprobs or nothing, strict=True))
+        agreement = Agreement()
 
         def loss(batch: PackedBatch, scores: Scores) -> tuple[Tensor, LossSums]:
-            result = policy_loss(scores.logprobs, batch, self.objective, old_logprobs=next(old), entropy=scores.entropy)
+            old, ref = next(given)
+            agreement.add(scores.logprobs, batch, [version])
+            result = policy_loss(scores.logprobs, batch, self.objective, old_logprobs=old, ref_logprobs=ref, entropy=scores.entropy)
             return result.total / divisor, result
 
         started = time.perf_counter()
         self._model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums, maxima = _over_ranks(*add_up(self._run(batches, loss, backward=True)))
+        sums, maxima = add_up(self._run(batches, loss, backward=True))
         ready = time.perf_counter()
         _, norm, _ = cast(Any, self.optimizer).step()
         if norm is None or not math.isfinite(float(norm)):
             raise PolicyError(f"gradient norm is {norm}: the step is lost; the trainer goes on from its last checkpoint")
         seconds = {"forward_backward": ready - started, "optimizer": time.perf_counter() - ready}
-        return StepResult(sums["loss"] / divisor, float(norm), sums, maxima, seconds)
+        return StepResult(float(norm), sums, maxima, agreement, seconds)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[[PackedBatch, Scores], tuple[Tensor, T]], *, backward: bool) -> list[T]:
         """Send microbatches through the model; `finish` makes the loss and what is kept of each."""
 
         def forward(batches: Iterator[PackedBatch], model: Callable[..., Tensor]) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
+            rows = _rows_with_target(batch)
+            self._output_rows.ask(rows)
             logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=_packed(batch))
-            return logits, partial(score, batch)
+            return logits, partial(score, batch, rows)
 
-        def score(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, T]:
-            loss, kept = finish(batch, self._scores(logits, batch))
+        def score(batch: PackedBatch, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, T]:
+            loss, kept = finish(batch, self._scores(logits[0], batch, rows))
             return loss.float(), torch.tensor(0, dtype=torch.int), kept
 
         return self._forward_backward(
@@ -162,18 +177,34 @@ class Policy:
             forward_only=not backward,
         )
 
-    def _scores(self, logits: Tensor, batch: PackedBatch) -> Scores:
-        """`logits` float32 [1, T, vocab] may be overwritten."""
-        rows = logits[0].unsqueeze(1).float()
-        if self._temperature != 1.0:
-            rows = rows / self._temperature
-        entropy = _entropy(rows.squeeze(1)) if self.objective.entropy_coef else None
-        # the cross entropy overwrites what it is given, which the entropy's backward still needs
-        given = rows if entropy is None else rows.clone()
-        return Scores(-vocab_parallel_cross_entropy(given, batch.targets.unsqueeze(1)).squeeze(1), entropy)
+    def _scores(self, logits: Tensor, batch: PackedBatch, rows: Tensor) -> Scores:
+        """Of `logits` [rows, vocab], at the sampling temperature."""
+        logits = logits.float() / self._temperature if self._temperature != 1.0 else logits.float()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.entropy_coef > 0):
+            entropy = _entropy(logits)
+        # the cross entropy overwrites what it is given, and the entropy's backward still needs it
+        given = logits.clone() if entropy.requires_grad else logits
+        logprobs = -vocab_parallel_cross_entropy(given.unsqueeze(1), batch.targets[rows].unsqueeze(1)).squeeze(1)
+        return Scores(_spread(logprobs, rows, batch), _spread(entropy, rows, batch))
+
+
+def _rows_with_target(batch: PackedBatch) -> Tensor:
+    """Rows whose next token was sampled; one row where there is none, since a pass needs one."""
+    rows = batch.mask.nonzero().squeeze(1)
+    return rows if len(rows) else rows.new_zeros(1)
+
+
+def _spread(values: Tensor, rows: Tensor, batch: PackedBatch) -> Tensor:
+    """Values of some rows as [T], 0 elsewhere."""
+    return values.new_zeros(len(batch.ids)).index_copy(0, rows, values)
 
 
 def _entropy(logits: Tensor) -> Tensor:
+    """Of each row, in nats; a block of rows at a time to bound memory."""
+    return torch.cat([_block_entropy(block) for block in logits.split(1024)])
+
+
+def _block_entropy(logits: Tensor) -> Tensor:
     logp = logits.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
 
@@ -200,16 +231,3 @@ def _optimizer_config(trainer: config.Trainer) -> OptimizerConfig:
         params_dtype=torch.float32,
         use_distributed_optimizer=False,
     )
-
-
-def _over_ranks(sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Add sums and take maxima over the data-parallel ranks. All ranks have the same keys: they run the same objective."""
-    group = parallel_state.get_data_parallel_group()
-    return _reduced(sums, dist.ReduceOp.SUM, group), _reduced(maxima, dist.ReduceOp.MAX, group)
-
-
-def _reduced(values: dict[str, float], op: Any, group: Any) -> dict[str, float]:
-    keys = sorted(values)
-    tensor = torch.tensor([values[k] for k in keys], dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
-    dist.all_reduce(tensor, op=op, group=group)
-    return dict(zip(keys, cast(Iterable[float], tensor.tolist()), strict=True))

@@ -104,7 +104,7 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     dense: set[int] = set(config.get("mlp_only_layers") or ())
     every = int(config.get("decoder_sparse_step", 1))
     return Experts(
-        count=int(config["num_experts"]),
+        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),  # transformers 5 renamed it
         topk=int(config["num_experts_per_tok"]),
         ffn_hidden=int(config["moe_intermediate_size"]),
         normalize_topk=bool(config.get("norm_topk_prob", False)),

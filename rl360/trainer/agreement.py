@@ -1,0 +1,39 @@
+"""How far trainer and sampler disagree about a token that they score with the same weights (S23).
+
+Numerics alone make this differ from 0; on the CPU in fp32 it stays below 1e-4. What a later version thinks of a token is
+no disagreement, so only log-probs under the token's own version are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl360.trainer.batch import PackedBatch
+
+
+@dataclass
+class Agreement:
+    """|Δ log p| over compared tokens: their number, sum and maximum. Add up over microbatches and ranks."""
+
+    tokens: float = 0.0
+    total: float = 0.0
+    maximum: float = field(default=0.0)
+
+    def add(self, logprobs: Tensor, batch: PackedBatch, versions: Iterable[int]) -> None:
+        """Compare the targets that one of `versions` sampled; `logprobs` [T] are under the version of each."""
+        wanted = torch.tensor(sorted(versions), dtype=batch.versions.dtype, device=batch.versions.device)
+        compared = batch.mask & torch.isin(batch.versions, wanted)
+        gap = (logprobs.detach() - batch.sampler_logprobs)[compared].abs().double()
+        if len(gap):
+            self.tokens += len(gap)
+            self.total += gap.sum().item()
+            self.maximum = max(self.maximum, gap.max().item())
+
+    @property
+    def mean(self) -> float | None:
+        """None when nothing was compared."""
+        return self.total / self.tokens if self.tokens else None
