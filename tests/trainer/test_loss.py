@@ -127,6 +127,7 @@ def test_trainer_and_sampler_agree_gives_tis_one_and_no_clip():
     metrics = merge_sums(*add_up([policy_loss(logp, batch, Objective.of(Trainer()))]))
     assert metrics == {
         "train/tis": 1,
+        "train/tis_clipped": 0,
         "train/ratio": 1,
         "train/clipped": 0,
         "train/abs_dlogp": 0,
