@@ -12,8 +12,7 @@ from rl360.bus.events import Budgets, Phase
 
 def budget(budgets: Budgets, phase: Phase) -> float:
     """Seconds that a phase may take."""
-    seconds: float = getattr(budgets, phase.value)
-    return seconds
+    return float(getattr(budgets, phase.value))
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class PhaseClock:
     """The clock of the phase that an attempt is in, and its outer deadline. Times are unix seconds.
 
     >>> b = Budgets(queue=10, setup=5, agent=60, verify=20, collect=5, margin=3)
-    >>> clock = PhaseClock.taken(b, admitted=100.0, now=104.0, life=1)
+    >>> clock = PhaseClock.taken(b, admitted=100.0, up=90.0, now=104.0, life=1)
     >>> clock.enter(Phase.SETUP, 104.0).left(106.0)
     3.0
     >>> clock.enter(Phase.SETUP, 104.0).ran_out(109.0)
@@ -34,14 +33,15 @@ class PhaseClock:
     started: float
 
     @classmethod
-    def taken(cls, budgets: Budgets, *, admitted: float, now: float, life: int) -> PhaseClock:
+    def taken(cls, budgets: Budgets, *, admitted: float, up: float, now: float, life: int) -> PhaseClock:
         """The clock of one life of an attempt, in the queue phase.
 
         The first life has waited since `admitted`. A later life stands in for a runner that died: its queue starts
-        when it is taken, since the attempt didn't wait in the queue while the dead runner held it.
+        when it is taken, since the attempt didn't wait in the queue while the dead runner held it. No clock ran before
+        this runner was `up`: after a resume, the run's time of rest is nobody's queue.
         """
-        start = admitted if life == 1 else now
-        return cls(budgets=budgets, outer=start + budgets.outer, phase=Phase.QUEUE, started=start)
+        waiting = max(admitted, up)
+        return cls(budgets=budgets, outer=waiting + budgets.outer, phase=Phase.QUEUE, started=waiting if life == 1 else now)
 
     def enter(self, phase: Phase, now: float) -> PhaseClock:
         """The clock of the next phase; it starts now."""

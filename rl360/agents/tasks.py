@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,22 +112,22 @@ def load_tasks(root: Path) -> tuple[Task, ...]:
 
 
 class TaskIndex:
-    """Tasks of a run by digest, read when they are first asked for."""
+    """Tasks of a run by digest, read when they are first asked for. Safe for many threads."""
 
     def __init__(self, *roots: Path) -> None:
         self._roots = roots
+        self._lock = threading.Lock()
         self._by_digest: dict[str, Task] = {}
 
     def find(self, name: str, digest: str) -> Task:
         """The task whose folder has this digest. Raises TaskError when none does (it was changed or is missing)."""
-        if digest not in self._by_digest:
-            self._by_digest |= {task.digest: task for root in self._roots if root.is_dir() for task in load_tasks(root)}
-        if digest not in self._by_digest:
-            places = ", ".join(map(str, self._roots))
-            raise TaskError(
-                f"task {name!r}: no folder with digest {digest[:12]} in {places}; restore the task as it was when the step opened"
-            )
-        return self._by_digest[digest]
+        with self._lock:
+            if digest not in self._by_digest:
+                self._by_digest |= {task.digest: task for root in self._roots if root.is_dir() for task in load_tasks(root)}
+            if digest in self._by_digest:
+                return self._by_digest[digest]
+        places = ", ".join(map(str, self._roots))
+        raise TaskError(f"task {name!r}: no folder with digest {digest[:12]} in {places}; restore the task as it was when the step opened")
 
 
 def digest_of_folder(folder: Path) -> str:

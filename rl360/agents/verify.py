@@ -38,6 +38,8 @@ class Verdict:
     """What the verifier said, and the proof that it was the verifier."""
 
     reward: float
+    low: float
+    high: float
     receipt: Receipt
 
 
@@ -84,7 +86,7 @@ def verify(sandbox: Sandbox, task: Task, staged: Staged, *, started: float, time
         agent_dead_at=dead_at,
         written_at=written.at,
     )
-    return Verdict(written.value, receipt)
+    return Verdict(written.value, task.low, task.high, receipt)
 
 
 def read_reward(logs: Path, started: float) -> Written | None:

@@ -1,0 +1,1 @@
+"""Agents: mini-swe-agent, a scripted one for tests, and any program that takes an OpenAI URL."""

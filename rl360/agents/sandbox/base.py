@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,8 +61,12 @@ class Sandbox(Protocol):
         """Make the place ready. What it leaves when the process dies half-way is swept by its lease (CASES 40)."""
         ...
 
-    def exec(self, command: str, timeout: float) -> ExecResult:
+    def exec(self, command: str, timeout: float, env: Mapping[str, str] | None = None) -> ExecResult:
         """Run a command with bash in the workdir. It ends with its main process; background children stay."""
+        ...
+
+    def listen(self) -> socket.socket:
+        """A socket that listens on a free port of the sandbox's own 127.0.0.1; nothing else of the network is inside."""
         ...
 
     def kill_all(self) -> float:
@@ -74,6 +79,10 @@ class Sandbox(Protocol):
 
     def oom_kills(self) -> int:
         """Processes that the memory limit has killed so far."""
+        ...
+
+    def abort(self) -> None:
+        """Kill everything, sealed runs too, whatever state it is in; what was under way ends, nothing new starts."""
         ...
 
     def close(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,7 @@ from rl360.bus.events import Boundary, Cause
 _FREE_BYTES: Final = 256 << 20
 """A sandbox isn't started with less left on the disk."""
 _CLOSE_SECONDS: Final = 5.0
+_LISTEN_SECONDS: Final = 10.0
 
 
 class BwrapSandbox:
@@ -50,6 +53,8 @@ class BwrapSandbox:
         self.root = lease.folder / name
         self.workdir = self.root / "app"
         self._place: Place | None = None
+        self._sealed: Place | None = None
+        self._aborted = False
         self._dead_at: float | None = None
 
     def start(self) -> None:
@@ -67,8 +72,12 @@ class BwrapSandbox:
             self._place = self._new_place()
             self._place.start(self._read_only, {self._inside: self.workdir}, max(0.0, end - time.monotonic()))
 
-    def exec(self, command: str, timeout: float) -> ExecResult:
-        return self._started().exec([self._host.bash, "-c", command, "bash"], self._env, timeout)
+    def exec(self, command: str, timeout: float, env: Mapping[str, str] | None = None) -> ExecResult:
+        return self._started().exec([self._host.bash, "-c", command, "bash"], {**self._env, **(env or {})}, timeout)
+
+    def listen(self) -> socket.socket:
+        with boundary(Boundary.SANDBOX):
+            return self._started().listen(_LISTEN_SECONDS)
 
     def kill_all(self) -> float:
         self._started().kill_all()
@@ -81,21 +90,30 @@ class BwrapSandbox:
         end = time.monotonic() + timeout
         for folder in run.writable.values():
             self._own(folder)
-        place = self._new_place()
+        place = self._sealed = self._new_place()
         try:
             place.start(run.read_only, {self._inside: self.workdir, **run.writable}, timeout)
-            return place.exec(list(run.argv), run.env, max(0.0, end - time.monotonic()))
-        finally:
-            place.kill_all()
+            result = place.exec(list(run.argv), run.env, max(0.0, end - time.monotonic()))
+        except InfraError:
+            with suppress(InfraError):  # the first cause stays
+                place.kill_all()
+            raise
+        place.kill_all()
+        return result
 
     def oom_kills(self) -> int:
         return self._group.oom_kills() if self._group else 0
 
+    def abort(self) -> None:
+        self._aborted = True
+        for place in (self._place, self._sealed):
+            if place is not None:
+                place.kill_all()
+
     def close(self) -> None:
         with boundary(Boundary.SANDBOX):
+            self.abort()
             deadline = time.monotonic() + _CLOSE_SECONDS
-            if self._place is not None:
-                self._place.kill_all()
             if self._group is not None:
                 self._group.kill(deadline)
                 self._group.remove(deadline)
@@ -107,6 +125,8 @@ class BwrapSandbox:
         return self._place
 
     def _new_place(self) -> Place:
+        if self._aborted:
+            raise InfraError(Boundary.SANDBOX, Cause.CANCELLED, "the sandbox was killed by its runner")
         return Place(
             self._host,
             label=self._lease.label(self.id),

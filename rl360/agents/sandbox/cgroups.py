@@ -16,6 +16,10 @@ from rl360.agents.sandbox.base import Limits
 
 ROOT: Final = Path("/sys/fs/cgroup")
 CONTROLLERS: Final = ("memory", "pids", "cpu")
+WEAK_LIMITS: Final = (
+    "cgroups are not writable here: sandboxes get per-process limits (ulimit) in place of memory, process and CPU limits of "
+    "their own; run as root, or delegate a cgroup to this user, to have them"
+)
 _PERIOD: Final = 100_000  # microseconds of a CPU quota's period
 _FOLDER: Final = "rl360"
 
@@ -168,3 +172,9 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def describe() -> str:
+    """One line for `rl360 doctor`."""
+    found = Hierarchy.find()
+    return f"cgroup v{found.version}: {', '.join(CONTROLLERS)}" if found else WEAK_LIMITS

@@ -1,4 +1,4 @@
-"""What this machine offers to sandboxes: programs, privileges, cgroups. `rl360 doctor` prints `report`."""
+"""What this machine offers to sandboxes: programs, privileges, cgroups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import PATH, Limits
-from rl360.agents.sandbox.cgroups import Cgroup, Hierarchy
+from rl360.agents.sandbox.cgroups import WEAK_LIMITS, Cgroup, Hierarchy
 from rl360.bus.events import Boundary, Cause
 
 log = logging.getLogger(__name__)
@@ -98,14 +98,9 @@ class Host:
         who = ["-S", str(uid), "-G", str(uid)] if self.rooted else ["-U", "--preserve-credentials"]
         return [self.nsenter, "-t", str(pid), *who, "-m", "-p", "-i", "-u", "-n", "-w", "--"]
 
-
-@dataclass(frozen=True)
-class Check:
-    """One line of `rl360 doctor`."""
-
-    name: str
-    ok: bool
-    text: str
+    def enter_network(self, pid: int) -> list[str]:
+        """Argv that runs what follows it with the network of process `pid` and all else of ours."""
+        return [self.nsenter, "-t", str(pid), *([] if self.rooted else ["-U", "--preserve-credentials"]), "-n", "--"]
 
 
 @cache
@@ -126,25 +121,6 @@ def detect() -> Host:
         sized_tmpfs=_version(programs["bwrap"]) >= (0, 7),
         hierarchy=hierarchy,
     )
-
-
-WEAK_LIMITS: Final = (
-    "cgroups are not writable here: sandboxes get per-process limits (ulimit) in place of memory, process and CPU limits of "
-    "their own; run as root, or delegate a cgroup to this user, to have them"
-)
-
-
-def report() -> tuple[Check, ...]:
-    """What `rl360 doctor` says about sandboxes."""
-    try:
-        host = detect()
-    except InfraError as e:
-        return (Check("sandbox", False, e.detail),)
-    who = "as root, each sandbox under a uid of its own" if host.rooted else "without root, in a user namespace"
-    works = _starts([*host.namespaces(host.uid_of(0), Limits(memory_mb=64, pids=8, cpus=1.0)), host.cat, "/dev/null"])
-    how = who if works else f"{host.bwrap} can't make namespaces here; allow user namespaces (sysctl kernel.unprivileged_userns_clone=1)"
-    limits = f"cgroup v{host.hierarchy.version}" if host.hierarchy else WEAK_LIMITS
-    return (Check("sandbox", works, how), Check("sandbox limits", host.hierarchy is not None, limits))
 
 
 _PACKAGES: Final = {"bwrap": "bubblewrap", "nsenter": "util-linux", "bash": "bash", "sh": "dash", "env": "coreutils", "cat": "coreutils"}

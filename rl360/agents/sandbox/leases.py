@@ -105,7 +105,7 @@ def _sweep_lease(root: Path, lease: str) -> list[str]:
         return []
     intents = [i for path in sorted(folder.iterdir()) if (i := _intent(path / "intent.json"))]
     deadline = time.monotonic() + _KILL_SECONDS
-    for pid in _labelled(f"{LABEL}={lease}/".encode()):
+    for pid in labelled(f"{LABEL}={lease}/".encode()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for intent in intents:
@@ -126,7 +126,7 @@ def _intent(path: Path) -> Intent | None:
         return None
 
 
-def _labelled(label: bytes) -> list[int]:
+def labelled(label: bytes) -> list[int]:
     """Processes whose environment has the label: first processes of sandboxes, and in plain sandboxes every process."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +27,13 @@ from rl360.agents.sandbox.space import KILL_SECONDS, Space
 from rl360.bus.events import Boundary, Cause
 
 _REAP_SECONDS: Final = 1.0
+
+_LISTEN: Final = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [listener.fileno()])
+"""
+"""Run with the network of a place: a socket keeps the network that it was made in, whoever holds it."""
 
 
 class Place:
@@ -48,8 +57,11 @@ class Place:
         argv += [self._host.env, "--ignore-signal=CHLD", self._host.cat]
         end = time.monotonic() + timeout
         argv = self._host.launcher(self._group, self._limits, argv, inside=False)
-        self._space = Space(argv, {"PATH": PATH}, held=True, timeout=timeout)
-        self._space.wait_ready(max(0.0, end - time.monotonic()))
+        with self._killing:
+            if self._killed:
+                raise self._gone()
+            self._space = Space(argv, {"PATH": PATH}, held=True, timeout=timeout)
+            self._space.wait_ready(max(0.0, end - time.monotonic()))
 
     def exec(self, argv: Sequence[str], env: Mapping[str, str], timeout: float) -> ExecResult:
         """Run `argv` inside. Raises InfraError when the place is gone."""
@@ -69,16 +81,28 @@ class Place:
             raise self._gone()
         return _result(child, got)
 
-    def kill_all(self) -> None:
-        """Kill everything inside and see that nothing is left. Raises InfraError. A second call waits for the first."""
-        with self._killing:
-            if self._space is not None and not self._killed:
-                self._kill_space(self._space)
+    def listen(self, timeout: float) -> socket.socket:
+        """A listening socket on a free port of the place's own loopback, made there and handed out. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        argv = [*self._host.enter_network(self._alive().pid), sys.executable, "-S", "-E", "-c", _LISTEN, str(theirs.fileno())]
+        with ours, theirs:
+            subprocess.run(argv, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
+            _, (fd, *_), _, _ = socket.recv_fds(ours, 1, 1)
+        return socket.socket(fileno=fd)
 
-    def _kill_space(self, space: Space) -> None:
-        with self._lock:
-            self._killed = True  # from here on no command is started
-            running = tuple(self._running)
+    def kill_all(self) -> None:
+        """Kill everything inside and see that nothing is left; nothing starts after it. Raises InfraError.
+
+        It waits for a start that is under way, and a second call for the first.
+        """
+        with self._killing:
+            with self._lock:
+                first, self._killed = not self._killed, True  # from here on no command is started
+                running = tuple(self._running)
+            if self._space is not None and first:
+                self._kill_space(self._space, running)
+
+    def _kill_space(self, space: Space, running: Sequence[subprocess.Popen[bytes]]) -> None:
         for child in running:  # nsenter stops along with a stopped command, and then reaps nothing
             with suppress(ProcessLookupError):
                 child.send_signal(signal.SIGCONT)

@@ -69,7 +69,7 @@ class Space:
             self.process.stdin.write(b"\n")
         if not _readable(self.process.stdout.fileno(), timeout):
             self.kill()
-            raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, f"the sandbox was not ready in {timeout:.1f} s")
+            raise InfraError(Boundary.SANDBOX, Cause.TIMEOUT, f"the sandbox was not ready in {timeout:.1f} s")
         said = os.read(self.process.stdout.fileno(), 4096)
         if said != b"\n":
             said += self._last_words().encode()

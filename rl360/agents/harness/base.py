@@ -1,0 +1,50 @@
+"""What an agent is given, and what a runner may ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.staging import Staged
+from rl360.agents.tasks import Task
+from rl360.bus.events import AgentEnd
+from rl360.config import Agent
+
+DEADLINE: Final = "RL360_DEADLINE"
+"""Environment variable of every command: the agent's deadline in unix seconds (S15)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One attempt as its agent sees it. `deadline` in unix seconds; `scratch` is a folder of the runner's own."""
+
+    task: Task
+    staged: Staged
+    sandbox: Sandbox
+    config: Agent
+    session: str
+    base_url: str
+    key: str
+    deadline: float
+    traceparent: str
+    scratch: Path
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What every command of the agent's is told."""
+        return {DEADLINE: f"{self.deadline:.3f}"}
+
+
+class Harness(Protocol):
+    """One agent on one attempt."""
+
+    def run(self) -> AgentEnd:
+        """Run the agent to its end; blocks. Raises InfraError for what isn't the policy's doing."""
+        ...
+
+    def cancel(self) -> None:
+        """The agent's clock ran out: make `run` return soon. From any thread; the sandbox's processes are killed besides."""
+        ...

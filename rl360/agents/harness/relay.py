@@ -1,0 +1,104 @@
+"""The only network of an external agent: a listener on the sandbox's loopback that leads to its session's URL."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from rl360.agents.harness.base import Assignment
+from rl360.agents.harness.chat import Fault
+from rl360.agents.outcomes import InfraError
+from rl360.bus.events import Boundary, Cause
+
+_PASSED: Final = ("content-type", "accept", "x-request-id")
+_MAX_BODY: Final = 32 << 20
+_PAUSE: Final = 0.5
+
+
+class Relay:
+    """Serves /v1/... on a listening socket and passes it on to the session, with the session's key. Nothing else is there.
+
+    `ended` is why the session refused a turn ("" while it does not), `fault` the last failure that no retry mended.
+    """
+
+    def __init__(self, given: Assignment, listener: socket.socket) -> None:
+        self._given, self._listener = given, listener
+        self._numbers = itertools.count(1)
+        self.turns = 0
+        self.ended = ""
+        self.fault: InfraError | None = None
+
+    async def __aenter__(self) -> Relay:
+        self._http = aiohttp.ClientSession(auto_decompress=False)
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.router.add_route("*", "/v1/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener, shutdown_timeout=0.1).start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+        await self._http.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        path = request.match_info["path"]
+        if ".." in path or path not in ("chat/completions", "models"):
+            raise web.HTTPNotFound(text="only /v1/chat/completions and /v1/models are here")
+        if path == "chat/completions":
+            if self.turns >= self._given.config.max_turns:
+                self.ended = "turns"
+                raise web.HTTPTooManyRequests(text=f"agent.max_turns = {self.turns} model calls were made")
+            self.turns += 1
+        return await self._pass_on(request, path, await request.read())
+
+    async def _pass_on(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
+        headers = {h: request.headers[h] for h in _PASSED if h in request.headers}
+        headers.setdefault("x-request-id", f"{self._given.session}-relay-{next(self._numbers)}")
+        headers |= {"authorization": f"Bearer {self._given.key}", "traceparent": self._given.traceparent}
+        url = f"{self._given.base_url.rstrip('/')}/{path}"
+        while True:
+            try:
+                async with self._http.request(request.method, url, data=body, headers=headers, timeout=self._timeout()) as reply:
+                    if reply.status < 500 or self._left() < _PAUSE:
+                        return await self._answer(request, reply)
+                    self._failed(Fault.read(reply.status, await reply.read()).error())
+            except aiohttp.ClientConnectionError as e:
+                self._failed(InfraError(Boundary.SESSION, Cause.LOST, str(e), exception=type(e).__name__))
+            if self._left() < _PAUSE:
+                raise web.HTTPBadGateway(text="the session can't be reached")
+            await asyncio.sleep(_PAUSE)
+
+    async def _answer(self, request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+        if reply.status == 200:
+            self.fault = None
+        else:
+            self.ended = Fault.read(reply.status, await reply.read()).ended or self.ended
+        out = web.StreamResponse(status=reply.status, headers={"content-type": reply.headers.get("content-type", "application/json")})
+        await out.prepare(request)
+        if reply.status == 200:
+            async for part in reply.content.iter_any():
+                await out.write(part)
+        else:
+            await out.write(await reply.read())
+        await out.write_eof()
+        return out
+
+    def _failed(self, error: InfraError) -> None:
+        self.fault = error
+
+    def _left(self) -> float:
+        return max(0.0, self._given.deadline - time.time())
+
+    def _timeout(self) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=max(0.001, self._left()))

@@ -1,0 +1,213 @@
+"""The worker that runs attempts: takes admitted rollouts from the shared consumer, publishes exactly one outcome each (S16).
+
+A delivery is acknowledged only after its outcome is in the journal. When a runner dies, its attempts are delivered
+again and start a new life in a fresh session; its sandboxes end with it, and the next runner sweeps what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from rl360.agents.attempt import Attempt, Outcome, Shop
+from rl360.agents.harness.base import Assignment, Harness
+from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.sandbox.leases import Lease, sweep
+from rl360.agents.sandbox.make import SandboxMaker
+from rl360.agents.session import Sessions
+from rl360.agents.staging import Stage, Staged
+from rl360.agents.tasks import Task, TaskError, TaskIndex
+from rl360.bus import tracing
+from rl360.bus.client import Delivery
+from rl360.bus.connection import BusError
+from rl360.bus.events import Boundary, Cause, Event, InfraFailed, RolloutAdmitted, VerifierResult, session_id
+from rl360.bus.publisher import PubAck
+from rl360.bus.worker import WorkerContext
+from rl360.config import Agent
+
+DURABLE: Final = "runner"
+ACK_WAIT: Final = 15.0
+"""Seconds after which an attempt whose runner went silent is given to another."""
+_BEAT: Final = ACK_WAIT / 4
+_POLL: Final = 0.5
+_THREADS_A_SLOT: Final = 2  # one for the agent, one for what kills it
+_FINISH_SHARE: Final = 1 / 3  # of the drain: attempts may finish; in the rest the others are taken down
+
+
+async def main(ctx: WorkerContext) -> None:
+    """Run attempts until `ctx.stop` is set, then give the unfinished ones back within `supervise.drain_seconds`."""
+    root = ctx.dir / "sandboxes"
+    for name in await asyncio.to_thread(sweep, root):
+        ctx.log.warning("swept sandbox %s of a runner that died", name)
+    lease = await asyncio.to_thread(Lease, root, f"{ctx.name}-{os.getpid()}-{time.time_ns():x}")
+    pool = ThreadPoolExecutor(ctx.config.runners.slots * _THREADS_A_SLOT + 4, thread_name_prefix="attempt")
+    try:
+        maker = await asyncio.to_thread(SandboxMaker, ctx.config.sandbox, lease, ctx.bus.run)
+        async with Sessions(ctx.addresses.sessions, ctx.secrets.admin) as sessions:
+            await Runner(ctx, _shop(ctx, lease, maker, sessions, pool)).run()
+        await asyncio.to_thread(maker.close)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(lease.release)
+
+
+class Runner:
+    """Takes deliveries, as many at once as there are slots."""
+
+    def __init__(self, ctx: WorkerContext, shop: Shop) -> None:
+        self._ctx, self._shop = ctx, shop
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        runners = self._ctx.config.runners
+        share = self._ctx.bus.consume(
+            DURABLE,
+            [RolloutAdmitted],
+            ack_wait=ACK_WAIT,
+            max_deliver=self._ctx.config.agent.max_lives + 2,
+            max_in_flight=max(1024, 4 * runners.count * runners.slots),
+        )
+        async with share:
+            while not self._ctx.stop.is_set():
+                if len(self._tasks) >= runners.slots:
+                    await asyncio.wait(self._tasks, timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
+                elif delivery := await share.next(_POLL):
+                    task = asyncio.create_task(self._take(delivery))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            await self._drain()
+
+    async def _drain(self) -> None:
+        """Let attempts finish for a while, then cancel them: they are given back and start again elsewhere."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._ctx.config.supervise.drain_seconds * _FINISH_SHARE)
+        unfinished = tuple(self._tasks)
+        for task in unfinished:
+            task.cancel()
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=self._ctx.config.supervise.drain_seconds * (1 - _FINISH_SHARE))
+
+    async def _take(self, delivery: Delivery) -> None:
+        admitted = delivery.recorded.event
+        assert isinstance(admitted, RolloutAdmitted)
+        beats = asyncio.create_task(_beat(delivery))
+        try:
+            outcome = await self._outcome(admitted, delivery.recorded.deliveries)
+            if outcome is not None:
+                await self._ctx.bus.publish(outcome, traceparent=tracing.traceparent_of(outcome))
+            await delivery.ack()
+        except asyncio.CancelledError:
+            await delivery.nak(0.0)
+            raise
+        except BusError as e:
+            # Not acknowledged: it is delivered again, and whoever gets it looks for the outcome first.
+            self._ctx.log.error("%s: the outcome could not be recorded: %s", admitted.attempt, e)
+        finally:
+            beats.cancel()
+
+    async def _outcome(self, admitted: RolloutAdmitted, life: int) -> Outcome | None:
+        """The outcome of this life; None when the journal has one already."""
+        if life > 1 and await self._has_outcome(admitted):
+            return None
+        if life > self._ctx.config.agent.max_lives:
+            return self._exhausted(admitted, life)
+        return await Attempt(self._shop, admitted, life).run()
+
+    async def _has_outcome(self, admitted: RolloutAdmitted) -> bool:
+        outcomes = self._ctx.bus.replay(types=[VerifierResult, InfraFailed], step=admitted.step, group=admitted.group)
+        async for record in outcomes:
+            if isinstance(record.event, VerifierResult | InfraFailed) and record.event.attempt == admitted.attempt:
+                return True
+        return False
+
+    def _exhausted(self, admitted: RolloutAdmitted, life: int) -> InfraFailed:
+        """A poison attempt: its runner died (or gave it back) each time (CASES 12)."""
+        lives = self._ctx.config.agent.max_lives
+        return InfraFailed(
+            run=self._ctx.bus.run,
+            step=admitted.step,
+            attempt=admitted.attempt,
+            group=admitted.group,
+            session=session_id(admitted.attempt, life),
+            boundary=Boundary.QUEUE,
+            cause=Cause.ATTEMPTS_EXHAUSTED,
+            exception="AttemptsExhausted",
+            detail=f"{lives} lives of this attempt ended without an outcome (agent.max_lives)",
+            node=self._shop.node,
+            image=self._shop.image,
+        )
+
+
+async def _beat(delivery: Delivery) -> None:
+    while True:
+        await asyncio.sleep(_BEAT)
+        await delivery.beat()
+
+
+def harness_maker(agent: Agent, scratch: Path) -> Callable[[Assignment], Harness]:
+    """What makes the recipe's agent for an assignment. Imports only what that agent needs, once."""
+    if agent.harness == "mini_swe":
+        from rl360.agents.harness import mini_swe
+
+        mini_swe.load(scratch)
+        return mini_swe.MiniSwe
+    if agent.harness == "openai_url":
+        from rl360.agents.harness.openai_url import OpenAiUrl
+
+        return OpenAiUrl
+    from rl360.agents.harness.scripted import Scripted
+
+    return Scripted
+
+
+def task_finder(index: TaskIndex, stage: Stage) -> Callable[[str, str], tuple[Task, Staged]]:
+    """Finds a task by name and digest, and its staged copy. Raises InfraError (bad_task)."""
+
+    def find(name: str, digest: str) -> tuple[Task, Staged]:
+        try:
+            task = index.find(name, digest)
+            return task, stage.get(task)
+        except TaskError as e:
+            raise InfraError(Boundary.SANDBOX, Cause.BAD_TASK, str(e), exception=type(e).__name__) from e
+
+    return find
+
+
+def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessions, pool: ThreadPoolExecutor) -> Shop:
+    scratch = lease.folder / "runner"
+    scratch.mkdir()
+    numbers = itertools.count()
+
+    def sandbox_of(session: str, task: Task, staged: Staged, timeout: float) -> Sandbox:
+        return maker.make(session, next(numbers), task, staged, timeout)
+
+    def not_recorded(receipt: asyncio.Future[PubAck]) -> None:
+        if not receipt.cancelled() and (error := receipt.exception()):
+            ctx.log.warning("a phase was not recorded: %s", error)
+
+    async def announce(event: Event) -> None:
+        receipt = await ctx.bus.submit(event, traceparent=tracing.traceparent_of(event))
+        receipt.add_done_callback(not_recorded)
+
+    return Shop(
+        run=ctx.bus.run,
+        node=f"{socket.gethostname()}/{ctx.name}",
+        image=ctx.config.sandbox.kind,
+        config=ctx.config.agent,
+        up=time.time(),
+        sessions=sessions,
+        find_task=task_finder(TaskIndex(ctx.dir / "tasks"), Stage(scratch / "tasks")),
+        sandbox_of=sandbox_of,
+        harness_of=harness_maker(ctx.config.agent, scratch),
+        scratch=scratch,
+        pool=pool,
+        announce=announce,
+    )
