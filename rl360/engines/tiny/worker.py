@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator
 from importlib import resources
 from pathlib import Path
@@ -46,7 +47,8 @@ async def main(ctx: WorkerContext) -> None:
     try:
         url = f"http://{HOST}:{port}"
         async with _lease(ctx, generation, url):
-            await ctx.bus.publish(ev.EngineJoined(run=ctx.config.run.name, generation=generation, url=url, pid=os.getpid()))
+            joined = ev.EngineJoined(run=ctx.config.run.name, generation=generation, url=url, pid=os.getpid(), node=socket.gethostname())
+            await ctx.bus.publish(joined)
             ctx.log.info("generation %s at %s", generation, url)
             await _until_stopped(ctx.stop, engine.crashed)
     finally:
