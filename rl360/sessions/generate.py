@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,12 +26,13 @@ _EMPTY_IDS: Final = b'{"input_ids":[]'
 
 
 class EngineFault(Exception):
-    """A model call that failed for good (S13). `status`: 504 when time ran out, else 502."""
+    """A model call that failed for good (S13). `status` is for the agent: 504 when time ran out, else 502."""
 
-    def __init__(self, boundary: Boundary, cause: Cause, exception: str, detail: str, tries: int = 1) -> None:
+    def __init__(self, boundary: Boundary, cause: Cause, exception: str, detail: str, *, status: int = 0, refused: int = 0) -> None:
         super().__init__(detail)
-        self.boundary, self.cause, self.exception, self.detail, self.tries = boundary, cause, exception, detail, tries
-        self.status = 504 if cause is Cause.TIMEOUT else 502
+        self.boundary, self.cause, self.exception, self.detail = boundary, cause, exception, detail
+        self.status = status or (504 if cause is Cause.TIMEOUT else 502)
+        self.refused = refused  # replies that came and were refused
 
 
 class _Again(Exception):
@@ -41,9 +43,11 @@ class _Again(Exception):
         self.fault = fault
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A reply that passed its check, with the id of the worker that the gateway chose, and how often the call was sent again."""
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """A reply, what its check made of it, the worker that the gateway chose, and how often the call was sent again."""
 
+    value: T
     reply: EngineReply
     worker: str
     retries: int
@@ -85,7 +89,6 @@ class EngineClient:
         self._url = f"{gateway.rstrip('/')}/generate"
         self.deadline = deadline
         self._decoder = msgspec.json.Decoder(EngineReply)
-        self.retries = 0
 
     async def __aenter__(self) -> EngineClient:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
@@ -94,12 +97,10 @@ class EngineClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    async def call(
-        self, body_of: Callable[[int], bytes], headers: Mapping[str, str], check: Callable[[EngineReply], T]
-    ) -> tuple[T, Answer]:
-        """Send `body_of(n)` until `check` accepts the reply; returns what it made of it.
+    async def call(self, body_of: Callable[[int], bytes], headers: Mapping[str, str], check: Callable[[EngineReply], T]) -> Answer[T]:
+        """Send `body_of(n)` until `check` accepts the reply.
 
-        `n` counts the replies refused so far: a new request id for those, the same one while nothing was answered.
+        `n` counts the replies refused so far: a new request id after those, the same one while nothing was answered.
         Raises EngineFault when the deadline passes, or at once when another try can't help.
         """
         end = time.monotonic() + self.deadline
@@ -107,29 +108,34 @@ class EngineClient:
         while True:
             tries += 1
             try:
-                reply, worker = await self._send(body_of(refused), headers, end - time.monotonic())
-                return self._checked(check, reply), Answer(reply, worker, tries - 1)
+                content, worker = await self._send(body_of(refused), headers, end - time.monotonic())
+                reply, value = await off_loop(lambda c: self._read(c, check), content, size=len(content), limit=BIG)
+                return Answer(value, reply, worker, tries - 1)
             except _Again as again:
-                refused += isinstance(again.__cause__, Refused)
+                refused += again.fault.refused
                 if time.monotonic() + pause >= end:
-                    raise self._given_up(again.fault, tries) from None
-            self.retries += 1
+                    raise self._given_up(again.fault, tries, refused) from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _checked(self, check: Callable[[EngineReply], T], reply: EngineReply) -> T:
+    def _read(self, content: bytes, check: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
         try:
-            return check(reply)
+            reply = self._decoder.decode(content)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            detail = f"the engine's reply is not the contract's: {e}"
+            raise EngineFault(Boundary.ENGINE, Cause.UNKNOWN, type(e).__name__, detail, refused=1) from None
+        try:
+            return reply, check(reply)
         except Refused as e:
-            fault = EngineFault(Boundary.ENGINE, Cause.LOST if e.again else Cause.REFUSED, "Refused", str(e))
-            raise (_Again(fault) if e.again else fault) from e
+            fault = EngineFault(Boundary.ENGINE, Cause.LOST if e.again else Cause.REFUSED, "Refused", str(e), refused=1)
+            raise (_Again(fault) if e.again else fault) from None
 
-    def _given_up(self, last: EngineFault, tries: int) -> EngineFault:
+    def _given_up(self, last: EngineFault, tries: int, refused: int) -> EngineFault:
         """Time is up; the last failure says where and why."""
         detail = f"no usable reply within {self.deadline:g} s and {tries} tries; last: {last.detail}"
-        return EngineFault(last.boundary, last.cause, last.exception, detail, tries)
+        return EngineFault(last.boundary, last.cause, last.exception, detail, refused=refused)
 
-    async def _send(self, data: bytes, headers: Mapping[str, str], seconds: float) -> tuple[EngineReply, str]:
+    async def _send(self, data: bytes, headers: Mapping[str, str], seconds: float) -> tuple[bytes, str]:
         timeout = aiohttp.ClientTimeout(total=max(seconds, 0.001), sock_connect=_CONNECT)
         try:
             async with self._http.post(self._url, data=data, headers=headers, timeout=timeout) as response:
@@ -145,10 +151,7 @@ class EngineClient:
             raise _Again(EngineFault(Boundary.GATEWAY, Cause.LOST, type(e).__name__, f"connection lost: {e}")) from None
         if status != 200:
             raise self._status(status, content)
-        try:
-            return await off_loop(self._decoder.decode, content, size=len(content), limit=BIG), worker
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            raise EngineFault(Boundary.ENGINE, Cause.UNKNOWN, type(e).__name__, f"the engine's reply is not the contract's: {e}") from None
+        return content, worker
 
     def _status(self, status: int, content: bytes) -> Exception:
         text = content[:300].decode(errors="replace")

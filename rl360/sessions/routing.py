@@ -21,6 +21,9 @@ from rl360.bus.sample import Routing
 Rows = NDArray[np.uint8 | np.uint16]
 """[rows, MoE layers, top-k]"""
 
+Stored = Callable[[int, int], Rows]
+"""Rows [start, end) that a session holds."""
+
 
 class RoutingError(ValueError):
     """Rows that can't be used: the turn is refused (S9)."""
@@ -75,7 +78,7 @@ def decode(data: str, shape: RoutingShape) -> Rows:
     return ids.astype("<u2") if shape.dtype == "uint16" else ids.astype("u1")
 
 
-def place(rows: Rows, *, tokens: int, held: int, stored: Callable[[int, int], Rows]) -> Delta:
+def place(rows: Rows, *, tokens: int, held: int, stored: Stored) -> Delta:
     """Rows of a conversation of `tokens` tokens, of which the session holds the first `held`.
 
     The rows end at tokens - 1, so their number says where they start. A gap raises RoutingError; an overlap is compared with

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from rl360.bus.events import TurnCompleted
 from rl360.sessions.history import Digest, digest, link
@@ -46,13 +45,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     rolled_back: int = 0
 
 
-def fragment(ids: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> bytes:
+def fragment(ids: Sequence[int]) -> bytes:
     """Ids as they stand inside a JSON list.
 
     >>> fragment([1, 20])
     b'1,20'
     """
-    return msgspec.json.encode(ids if isinstance(ids, Sequence) else ids.tolist())[1:-1]
+    return msgspec.json.encode(ids)[1:-1]
 
 
 def reply_message(reply: Reply) -> Message:
@@ -91,13 +90,17 @@ class Tree:
         """Tokens of the conversation up to and including `turn` (0: none)."""
         return self.get(turn).total if turn else 0
 
+    def path(self, turn: int) -> list[int]:
+        """Numbers of the turns that `turn` continues, oldest first, itself last."""
+        numbers: list[int] = []
+        while turn:
+            numbers.append(turn)
+            turn = self.get(turn).parent
+        return numbers[::-1]
+
     def prefix(self, turn: int) -> list[bytes]:
         """Fragments of the conversation up to and including `turn`."""
-        parts: list[bytes] = []
-        while turn:
-            parts.append(self.get(turn).fragment)
-            turn = self.get(turn).parent
-        return parts[::-1]
+        return [self.get(n).fragment for n in self.path(turn)]
 
     def commit(self, turn: Turn) -> None:
         """Add the next turn. Raises ValueError when it isn't the next one, or when it continues nothing."""
@@ -112,9 +115,8 @@ class Tree:
             self.dropped.add(turn.rolled_back)
 
 
-def turn_of(event: TurnCompleted, prompt_le: bytes, output_le: bytes, reply: Reply) -> Turn:
-    """The turn that a journal event records; bytes are little-endian int32."""
-    prompt, output = np.frombuffer(prompt_le, "<i4"), np.frombuffer(output_le, "<i4")
+def turn_of(event: TurnCompleted, prompt: Sequence[int], output: Sequence[int], reply: Reply) -> Turn:
+    """The turn that a journal event records, given its ids."""
     asked = bytes.fromhex(event.history)
     return Turn(
         number=event.turn,
