@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rl360.agents.tasks import Task, load_tasks
+from rl360.agents.qualify import qualify_all
+from rl360.agents.tasks import load_tasks
 from rl360.config import Config, ConfigError
 from rl360.launch.rundir import RunDir
 
@@ -25,7 +26,9 @@ async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
     if len(train) < config.tasks.groups_per_step:
         raise ConfigError(f"tasks.groups_per_step is {config.tasks.groups_per_step}, but {root / 'train'} holds {len(train)} tasks")
     if config.tasks.qualify:
-        await _qualify(folder, (*train, *held_out))
+        chosen, cache = (*train, *held_out), folder.path / "tasks" / "qualified"
+        sandboxes = folder.path / "sandboxes"
+        await asyncio.to_thread(lambda: qualify_all(chosen, sandboxes=sandboxes, cache=cache, config=config))
     say(f"tasks: {len(train)} to train on, {len(held_out)} held out{', qualified' if config.tasks.qualify else ''}")
 
 
@@ -45,6 +48,3 @@ def _copy(source: Path, out: Path, key: str) -> None:
         raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
     if not out.exists():
         shutil.copytree(source, out, symlinks=True)
-
-
-async def _qualify(folder: RunDir, chosen: tuple[Task, ...]) -> None: ...
