@@ -18,7 +18,7 @@ from rl360.agents.clocks import PhaseClock, budget
 from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.outcomes import PHASE_BOUNDARY, InfraError, Teardown, boundary, timed_out, typed
 from rl360.agents.sandbox.base import Sandbox
-from rl360.agents.session import Session, Sessions
+from rl360.agents.session import Sessions
 from rl360.agents.staging import Staged
 from rl360.agents.tasks import Task
 from rl360.agents.verify import Verdict, verify
@@ -74,7 +74,7 @@ class Attempt:
         self._session_id = session_id(admitted.attempt, life)
         self._clock = PhaseClock.taken(admitted.budgets, admitted=admitted.admitted, up=shop.up, now=time.time(), life=life)
         self._teardown = Teardown()
-        self._session: Session | None = None
+        self._open = False
         self._sandbox: Sandbox | None = None
         self._agent_end: AgentEnd | None = None
         self._courtesy = _COURTESY_SECONDS
@@ -116,9 +116,8 @@ class Attempt:
     async def _setup(self) -> Assignment:
         self._enter(Phase.SETUP)
         task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
-        self._session = session = await self._shop.sessions.open(
-            self._session_id, deadline=self._clock.deadline, traceparent=self._traceparent(Phase.SETUP)
-        )
+        session = await self._shop.sessions.open(self._admitted, self._session_id, deadline=self._clock.deadline)
+        self._open = True
         self._sandbox = sandbox = self._shop.sandbox_of(self._session_id, task, staged, self._left())
         await self._in_thread(sandbox.start, Boundary.SANDBOX)
         await self._ended()
@@ -132,7 +131,7 @@ class Attempt:
             base_url=session.base_url,
             key=session.key,
             deadline=self._clock.deadline,
-            traceparent=self._traceparent(Phase.AGENT),
+            traceparent=tracing.traceparent(self._shop.run, self._admitted.attempt, f"phase/{Phase.AGENT}"),
             scratch=self._shop.scratch,
         )
 
@@ -158,9 +157,8 @@ class Attempt:
 
     async def _collect(self) -> None:
         self._enter(Phase.COLLECT)
-        assert self._session is not None
-        session, self._session = self._session, None
-        await self._shop.sessions.close(session, deadline=self._clock.deadline, traceparent=self._traceparent(Phase.COLLECT))
+        self._open = False
+        await self._shop.sessions.close(self._session_id, str(self._agent_end), deadline=self._clock.deadline)
         await self._ended()
 
     async def _kill(self) -> None:
@@ -176,10 +174,9 @@ class Attempt:
                 await asyncio.wait(tuple(self._blocked), timeout=CANCEL_SECONDS)
             with self._teardown.step("sandbox"):
                 await self._in_thread(self._sandbox.close, Boundary.SANDBOX)
-        if self._session is not None:
+        if self._open:
             with self._teardown.step("session"):
-                deadline = time.time() + self._courtesy
-                await self._shop.sessions.close(self._session, deadline=deadline, traceparent=self._traceparent(Phase.COLLECT))
+                await self._shop.sessions.close(self._session_id, "abandoned", deadline=time.time() + self._courtesy)
 
     # ------------------------------------------------------------------------------------------------ clock and threads
 
@@ -223,9 +220,6 @@ class Attempt:
         """Run blocking work; a cancelled caller leaves it running, and `_take_down` ends it by killing the sandbox."""
         with boundary(where):
             return await asyncio.shield(self._submit(work))
-
-    def _traceparent(self, phase: Phase) -> str:
-        return tracing.traceparent(self._shop.run, self._admitted.attempt, f"phase/{phase}")
 
     # ------------------------------------------------------------------------------------------------ outcomes
 

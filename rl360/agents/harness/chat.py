@@ -40,6 +40,7 @@ class Fault:
     """What an error reply of the session server says about itself."""
 
     code: str
+    reason: str
     message: str
     boundary: Boundary
     cause: Cause
@@ -60,6 +61,7 @@ class Fault:
         default = Cause.LOST if status >= 500 or status == 404 else Cause.REFUSED
         return cls(
             code=str(error.get("code") or ""),
+            reason=str(error.get("reason") or ""),
             message=f"HTTP {status}: {error.get('message') or 'no reason given'}",
             boundary=Boundary(boundary) if boundary in known[0] else Boundary.SESSION,
             cause=Cause(cause) if cause in known[1] else default,
@@ -68,11 +70,8 @@ class Fault:
 
     @property
     def ended(self) -> str:
-        """Why the session ended, "" when this isn't what is said: code `session_ended`, message "session_ended: reason: ..."."""
-        _, found, rest = self.message.partition("session_ended: ")
-        if not found:
-            return "closed" if self.code == "session_ended" else ""
-        return rest.partition(":")[0].strip()
+        """Why the session takes no further turn: length, context or closed; "" when that isn't what is said."""
+        return (self.reason or "closed") if self.code == "session_ended" else ""
 
     def error(self) -> InfraError:
         return InfraError(self.boundary, self.cause, self.message, exception=self.exception)
