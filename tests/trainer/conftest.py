@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from rl360.bus import sample as wire
 from rl360.trainer.batch import TrainSample, train_sample
 
