@@ -156,3 +156,20 @@ def test_a_log_prob_that_is_not_finite_stops_the_step():
 def test_an_extreme_ratio_stays_finite():
     logp, batch = rows([-1.0], [-1e4], [-1])
     assert gradient(logp, batch, Objective()) == pytest.approx([-2])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("sample_mean", (0.5 * (1 + 2) + (-3)) / 2), ("token_mean", (1 + 2 - 3) / 3), ("constant", (1 + 2 - 3) / (2 * 7.0))],
+)
+def test_s20_case_6_each_reduction_divides_by_what_it_counts(reduction, expected):
+    """One attempt of two branches with a token each (advantage 1 and, so that they differ, 2), one of one token (advantage -3)."""
+    samples = []
+    for attempt, branch, advantage in (("t0-g000-a0", 0, 1.0), ("t0-g000-a0", 1, 2.0), ("t0-g000-a1", 0, -3.0)):
+        mask = np.array([0, 1, 0], np.uint8)
+        arrays = {"ids": np.zeros(3, np.int32), "mask": mask, "logprobs": -mask.astype(np.float32), "versions": mask.astype(np.int32) - 1}
+        samples.append(train_sample(wire.encode(wire.make(attempt=attempt, branch=branch, **arrays)), advantage=advantage))
+    weighted, divisor = weigh(samples, reduction, 7.0)
+    batch = pack(Microbatch(weighted))
+    total = policy_loss(batch.sampler_logprobs.clone().requires_grad_(), batch, Objective()).total
+    assert total.item() / divisor == pytest.approx(-expected, abs=1e-6)
