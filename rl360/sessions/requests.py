@@ -26,11 +26,14 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+_NULL: Final = msgspec.Raw(b"null")
+
+
 class Body(msgspec.Struct):
     """The fields of a chat completion request that mean something here; messages and tools still raw."""
 
     messages: list[msgspec.Raw]
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = _NULL
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     model: str | None = None
@@ -127,8 +130,8 @@ def _known(raw: msgspec.Raw, index: int, seen: Seen) -> tuple[Digest, Role]:
     return found
 
 
-def _read_tools(raw: msgspec.Raw | None, seen: Seen) -> tuple[Digest, tuple[Tool, ...]]:
-    data = b"null" if raw is None else bytes(raw)
+def _read_tools(raw: msgspec.Raw, seen: Seen) -> tuple[Digest, tuple[Tool, ...]]:
+    data = bytes(raw)
     key = blake3.blake3(data).digest()
     found = seen.tools.get(key)
     if found is None:

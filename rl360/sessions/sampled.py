@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from rl360.bus.events import VersionSpan
 from rl360.engines.contract import MetaInfo
 
-_SPACE = b" \t\r\n"
+_SPACE: Final = b" \t\r\n"
 
 
 class Refused(Exception):
@@ -22,12 +23,15 @@ class Refused(Exception):
         self.again = again
 
 
+_NULL: Final = msgspec.Raw(b"null")
+
+
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True):
     """A `/generate` reply; the echoed prompt stays raw, so that it is compared as bytes."""
 
     output_ids: list[int]
     meta_info: MetaInfo
-    prompt_token_ids: msgspec.Raw | None = None
+    prompt_token_ids: msgspec.Raw = _NULL
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +65,7 @@ def check(reply: EngineReply, *, prompt: bytes, prompt_tokens: int, min_version:
 
 def _check_echo(reply: EngineReply, prompt: bytes, prompt_tokens: int) -> None:
     """The engine must have seen exactly the stored ids."""
-    if reply.prompt_token_ids is None:
+    if bytes(reply.prompt_token_ids) == b"null":
         raise Refused("the reply has no prompt_token_ids: the engine must support return_prompt_token_ids (S1)")
     echoed = bytes(reply.prompt_token_ids)[1:-1]
     if echoed != prompt and echoed.translate(None, _SPACE) != prompt:

@@ -36,10 +36,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(definition(), Path("test-policy"))
 
 
-def policy_folder(path: Path, *, chat_template: str = "") -> Path:
+def policy_folder(path: Path, *, chat_template: str = "", **model: object) -> Path:
     """A folder with tokenizer.json (and a chat template): what a session server reads of a policy."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(definition())
+    (path / "config.json").write_text(json.dumps({"vocab_size": 400, **model}))
     if chat_template:
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
     return path
