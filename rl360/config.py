@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -252,11 +253,15 @@ def _refuse_unknown(data: dict[str, Any], struct: type[Section], where: str, pat
         if key not in hints:
             name = ".".join((*path, key))
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5) or _elsewhere(key)
-            hint = f"; did you mean {'.'.join((*path, near[0])) if near[0] in hints else near[0]!r}?" if near else ""
+            hint = f"; did you mean {_full(near[0], hints, path)}?" if near else ""
             raise ConfigError(f"{where}: unknown key {name!r}{hint} (valid here: {', '.join(hints)})")
         below = hints[key]
         if isinstance(below, type) and issubclass(below, Section) and isinstance(value, dict):
             _refuse_unknown(cast(dict[str, Any], value), below, where, (*path, key))
+
+
+def _full(key: str, here: Collection[str], path: tuple[str, ...]) -> str:
+    return ".".join((*path, key)) if key in here else key
 
 
 def _elsewhere(key: str) -> list[str]:

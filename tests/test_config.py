@@ -12,7 +12,7 @@ from rl360.config import Config, ConfigError, load, parse, to_toml_data
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"trainer": {"lrr": 1.0}}, "did you mean 'trainer.lr'|did you mean trainer.lr"),
+        ({"trainer": {"lrr": 1.0}}, "did you mean trainer.lr[?]"),
         ({"steps": 3}, "unknown key 'steps'.*run.steps"),
         ({"run": {"steps": "many"}}, "run.steps"),
         ({"run": {"steps": 0}}, "run.steps"),

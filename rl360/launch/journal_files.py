@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -27,7 +27,7 @@ _STOP: Final = 5.0
 
 
 @asynccontextmanager
-async def open_journal(path: Path) -> AsyncIterator[Bus]:
+async def open_journal(path: Path) -> AsyncGenerator[Bus]:
     """A bus to the journal of the run in `path`. Raises ConfigError when there is no run, BusError when it can't be read."""
     folder = RunDir(path.absolute())
     config, addresses = folder.config, folder.addresses
