@@ -41,7 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     stream: bool = False
 
 
-class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
     length: int | None = None
@@ -56,13 +56,15 @@ class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):
     end: int
 
 
-class _Meta(msgspec.Struct, frozen=True, kw_only=True):
+class _Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Fields that the engine has nothing to say in are left out, as SGLang leaves them out."""
+
     id: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     weight_version: str
-    num_retractions: int = 0
+    num_retractions: int = msgspec.field(default_factory=int)  # a factory: sent even when 0
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     weight_versions: list[WeightSpan] = []
     routed_experts: str | None = None
@@ -91,7 +93,7 @@ class MetaInfo(_Meta, frozen=True, kw_only=True):
 class ChunkMeta(_Meta, frozen=True, kw_only=True):
     """`MetaInfo` of a streamed chunk: the reason is null until the last one."""
 
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: ChunkMeta
 
 
-class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
