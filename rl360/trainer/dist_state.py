@@ -3,8 +3,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,10 +23,12 @@ from rl360.trainer import platform as _megatron_importable  # noqa: F401 # pyrig
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 
 from rl360.trainer.checkpoints import Checkpoint, CheckpointError, aside
+
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # torch's telemetry, hundreds of lines a checkpoint at DEBUG
 
 
 class Trained(Protocol):
@@ -76,14 +80,16 @@ def load(trained: Trained, checkpoint: Checkpoint) -> None:
 def load_weights(trained: Trained, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """A checkpoint's weights by megatron name, without touching the model. All ranks call it. Raises CheckpointError."""
     sharded = trained.module.sharded_state_dict(metadata=_metadata())
-    dict_list_map_inplace(_without_data, sharded)
+    dict_list_map_inplace(_into_fresh, sharded)
     held = _read({"model": sharded}, checkpoint)["model"]
     return {name: held[name] for name, _ in trained.parameters()}
 
 
-def _without_data(entry: Any) -> Any:
+def _into_fresh(entry: Any) -> Any:
     """megatron reads into the tensors that it is given: into fresh ones then, not into the live model."""
-    return entry.without_data() if isinstance(entry, ShardedTensor) else entry
+    if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or entry.data is None:
+        return entry
+    return replace(entry, data=torch.empty_like(entry.data))
 
 
 def _state(trained: Trained, *, loading: bool) -> dict[str, Any]:

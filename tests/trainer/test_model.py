@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -27,7 +28,7 @@ def oracle_logprobs(folder: Path, batch, temperature: float = 1.0) -> torch.Tens
     out = torch.zeros(len(batch.ids))
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
-        for lo, hi in zip(bounds, bounds[1:], strict=False):
+        for lo, hi in itertools.pairwise(bounds):
             logp = (model(batch.ids[lo:hi][None]).logits[0] / temperature).log_softmax(-1)
             out[lo:hi] = logp.gather(-1, batch.targets[lo:hi, None])[:, 0]
     return out * batch.mask
