@@ -96,7 +96,7 @@ class Membership:
     def on(self, recorded: Recorded) -> Sequence[ev.Event]:
         match recorded.event:
             case ev.EngineJoined() as e:
-                self.members.setdefault(e.generation, Member(e.generation, e.url, e.pid, e.node))
+                return self._joined(e)
             case ev.WeightsPushed() as e:
                 return self._pushed(e)
             case ev.EngineReady() as e:
@@ -109,6 +109,13 @@ class Membership:
             case _:
                 pass
         return ()
+
+    def _joined(self, e: ev.EngineJoined) -> list[ev.Event]:
+        if e.generation in self.members:
+            return []
+        displaced = [m for m in self.members.values() if m.live and m.url == e.url]
+        self.members[e.generation] = Member(e.generation, e.url, e.pid, e.node)
+        return [lost for m in displaced for lost in self._lose(m, f"its address belongs to {e.generation} now")]
 
     def _pushed(self, push: ev.WeightsPushed) -> list[ev.Event]:
         self._pushes[push.version] += 1

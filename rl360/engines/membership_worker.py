@@ -55,16 +55,18 @@ class Watch:
     def __init__(self, machine: Membership, bus: Bus, api: GatewayClient, log: logging.Logger) -> None:
         self._machine, self._bus, self._api, self._log = machine, bus, api, log
         self._seen: Seen | None = None
-        self._caught_up = False  # before that the machine knows too little: it would empty the gateway's list
+        self._caught_up = False  # with journal and leases; before that the machine knows too little to touch the gateway's list
         self._applied: set[str] = set()
         self._changed = asyncio.Event()
         self._troubles: set[str] = set()
 
     def on_tick(self, now: float) -> Sequence[ev.Event]:
         """Hand the newest look to the machine, once: it is the machine's clock that a missing look must not move."""
-        self._caught_up = True
         seen, self._seen = self._seen, None
-        decided = [] if seen is None else self._machine.on_tick(now, seen.leases, seen.dead)
+        decided: Sequence[ev.Event] = ()
+        if seen is not None:
+            self._caught_up = True
+            decided = self._machine.on_tick(now, seen.leases, seen.dead)
         if set(self._machine.ready().values()) != self._applied:
             self._changed.set()
         return decided

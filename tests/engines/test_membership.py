@@ -152,6 +152,16 @@ def test_leases_missing_after_an_outage_of_the_watch_are_not_held_against_engine
     assert j.tick(66.0, "a") == [] and j.states() == {"a": "joined"}
 
 
+def test_a_generation_at_the_address_of_an_older_one_takes_its_place() -> None:
+    """After a resume a port may be in use again: the old generation's readiness must not open the new one to traffic."""
+    j = Journal()
+    j.join("a")
+    j.push(0, a=True)
+    (lost,) = j.add(ev.EngineJoined(run="r", generation="b", url="http://a"))
+    assert isinstance(lost, ev.EngineLost) and lost.generation == "a"
+    assert j.machine.ready() == {} and j.machine.live() == {"b": "http://a"}
+
+
 def test_lost_and_fenced_are_final() -> None:
     j = Journal()
     j.join("a", "b")
