@@ -153,7 +153,12 @@ class Attempt:
         if not running.done():
             raise InfraError(Boundary.AGENT, Cause.LOST, f"the agent did not return {CANCEL_SECONDS:g} s after its clock ran out")
         with boundary(Boundary.AGENT):
-            return running.result()
+            try:
+                return running.result()
+            except InfraError as e:
+                if (e.boundary, e.cause) == (Boundary.SANDBOX, Cause.OUT_OF_MEMORY):
+                    return AgentEnd.ERROR  # its own commands used up its memory: the verifier judges what is there (S14)
+                raise
 
     async def _collect(self) -> None:
         self._enter(Phase.COLLECT)

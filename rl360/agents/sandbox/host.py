@@ -30,6 +30,9 @@ _USER_UID: Final = 1000
 FILE_LIMIT: Final = 1 << 30
 """Bytes of one file that a sandbox may write."""
 
+_MEMORY_FOLDERS: Final = {"/tmp": 4, "/root": 8, "/dev/shm": 8, "/logs": 16}
+"""Writable folders in memory, each of one part in so many of the memory limit: together they can't use it up."""
+
 _NODES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _TOP: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
@@ -88,10 +91,11 @@ class Host:
             # bwrap's own --dev makes a second user namespace, which nsenter can't get past.
             argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid), "--perms", "0755", "--tmpfs", "/dev"]
             argv += [x for node in _NODES for x in ("--dev-bind", f"/dev/{node}", f"/dev/{node}")]
-            argv += ["--symlink", "/proc/self/fd", "/dev/fd", "--perms", "1777", "--tmpfs", "/dev/shm"]
-        size = ["--size", str(limits.memory_mb << 20)] if self.sized_tmpfs else []
-        argv += [*size, "--perms", "1777", "--tmpfs", "/tmp", "--perms", "1777", "--dir", "/var/tmp"]
-        return [*argv, "--perms", "0777", "--dir", "/root", "--perms", "0777", "--dir", "/logs"]
+            argv += ["--symlink", "/proc/self/fd", "/dev/fd"]
+        for folder, part in _MEMORY_FOLDERS.items():
+            size = ["--size", str((limits.memory_mb << 20) // part)] if self.sized_tmpfs else []
+            argv += [*size, "--perms", "1777", "--tmpfs", folder]
+        return [*argv, "--symlink", "../tmp", "/var/tmp"]
 
     def enter(self, pid: int, uid: int) -> list[str]:
         """Argv that runs what follows it inside the namespaces of process `pid`, in its folder, without any capability."""

@@ -53,7 +53,7 @@ class Place:
         argv = self._host.namespaces(self._uid, self._limits)
         argv += [x for inside, folder in writable.items() for x in ("--bind", str(folder), inside)]
         argv += [x for inside, folder in read_only.items() for x in ("--ro-bind", str(folder), inside)]
-        argv += ["--setenv", LABEL, self._label, "--chdir", self._cwd, "--info-fd", "{info}", "--as-pid-1"]
+        argv += ["--remount-ro", "/", "--setenv", LABEL, self._label, "--chdir", self._cwd, "--info-fd", "{info}", "--as-pid-1"]
         argv += [self._host.env, "--ignore-signal=CHLD", self._host.cat]
         end = time.monotonic() + timeout
         argv = self._host.launcher(self._group, self._limits, argv, inside=False)
