@@ -70,19 +70,32 @@ def repeat(kind: type[ev.Event], select: dict[str, object], **new: object) -> Ed
     return edit
 
 
-def resample(**arrays: Callable[[np.ndarray], np.ndarray]) -> Edit:
-    """Change arrays inside the first kept sample, and let the step that trained on it agree."""
+def resample(select: dict[str, object] | None = None, attempt: str = "", **arrays: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    """Change arrays (or the name) inside a merged sample, by default the first one."""
 
     def edit(events: list[ev.Event], blobs: BlobStore) -> None:
-        i = where(events, ev.TrajectoryMerged, step=0, group=0)
+        i = where(events, ev.TrajectoryMerged, **(select or KEPT))
         old = wire.decode(blobs.unpack(events[i].sample))
         values = {name: getattr(old, name).copy() for name in ("ids", "mask", "logprobs", "versions")}
         for name, new in arrays.items():
             values[name] = new(values[name])
-        payload = blobs.pack(wire.encode(wire.make(attempt=old.attempt, branch=old.branch, **values)))
+        payload = blobs.pack(wire.encode(wire.make(attempt=attempt or old.attempt, branch=old.branch, **values)))
         events[i] = msgspec.structs.replace(events[i], sample=payload)
 
     return edit
+
+
+def train_twice(events: list[ev.Event], blobs: BlobStore) -> None:
+    """Mark the first turn's tokens as sampled in the second branch as well."""
+    i = where(events, ev.TrajectoryMerged, branch=1)
+    turn = events[where(events, ev.TurnCompleted, session=events[i].session, turn=1)]
+    shared = (turn.prompt_ids.size + turn.output_ids.size) // 4
+    main = wire.decode(blobs.unpack(events[where(events, ev.TrajectoryMerged, session=events[i].session, branch=0)].sample))
+
+    def as_in_main(name: str) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda array: np.concatenate([getattr(main, name)[:shared], array[shared:]])
+
+    resample({"session": events[i].session, "branch": 1}, **{n: as_in_main(n) for n in ("mask", "logprobs", "versions")})(events, blobs)
 
 
 def first(value: object) -> Callable[[np.ndarray], np.ndarray]:
@@ -91,6 +104,14 @@ def first(value: object) -> Callable[[np.ndarray], np.ndarray]:
     def edit(array: np.ndarray) -> np.ndarray:
         place = int(np.argmax(array != (-1 if array.dtype == np.int32 else 0)))
         array[place] = value
+        return array
+
+    return edit
+
+
+def place(i: int, value: object) -> Callable[[np.ndarray], np.ndarray]:
+    def edit(array: np.ndarray) -> np.ndarray:
+        array[i] = value
         return array
 
     return edit
@@ -189,6 +210,18 @@ CORRUPTIONS: dict[str, tuple[Edit, str, str]] = {
         "S6",
         "sampled tokens train in no branch",
     ),
+    "a token that trains in two branches": (train_twice, "S6", "train in another branch as well"),
+    "a prompt token marked as sampled": (
+        resample(mask=place(0, 1), logprobs=place(0, -1.0), versions=place(0, 0)),
+        "S6",
+        "did not sample is marked",
+    ),
+    "a sample whose tokens are older than the bound": (
+        resample({"step": 2, "group": 0, "branch": 0}, versions=first(0)),
+        "S24",
+        "a token of version 0 trained on version 2, bound 1",
+    ),
+    "a sample of another attempt": (resample(attempt="t9-g009-a9"), "S6", "holds the sample of t9-g009-a9"),
     "a token more than its turns": (change(ev.TrajectoryMerged, KEPT, tokens=lambda n: n + 1), "S8", "and says"),
     "a turn that is missing": (drop(ev.TurnCompleted, session=f"{A0}.1", turn=1), "S8", "turn 1 is not in the journal"),
     "fewer sampled tokens said than marked": (change(ev.TrajectoryMerged, KEPT, sampled=lambda n: n - 1), "S6", "are said to be"),
