@@ -45,7 +45,7 @@ class Endpoint:
                 status, content = response.status, await response.read()
         except TimeoutError:
             raise self._error(Cause.TIMEOUT, f"{method} {path}: no reply within {limit:g} s") from None
-        except aiohttp.ClientError as e:
+        except (aiohttp.ClientError, ConnectionError) as e:
             raise self._error(Cause.LOST, f"{method} {path}: {type(e).__name__}: {e}") from None
         if status >= 400:
             raise self._error(Cause.REFUSED, f"{method} {path}: HTTP {status}: {_head(content)}", status)
