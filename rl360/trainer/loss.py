@@ -77,24 +77,8 @@ def policy_loss(
     Raises LossError when one is missing or a log-prob of a sampled token is not finite.
     """
     logp = _finite(logprobs, batch, "log-prob")
-    old = batch.sampler_logprobs if old_logprobs is None else _finite(old_logprobs, batch, "old log-prob").detach()
-    gap = _where(batch, logp.detach() - batch.sampler_logprobs)
-    ratio = _exp(_where(batch, logp.detach() - old)) * (logp - logp.detach()).exp()  # held within bounds, its gradient whole
-    importance = _exp(gap if old_logprobs is None else _where(batch, old - batch.sampler_logprobs))
-    tis = importance.clamp(objective.tis_floor, objective.tis_cap)
-    clipped = ratio.clamp(1 - objective.eps_low, 1 + objective.eps_high)
-    if old_logprobs is None:
-        surrogate = torch.minimum(tis * ratio / ratio.detach() * batch.advantages, clipped * batch.advantages)
-    else:
-        surrogate = tis * torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    surrogate, sums = _surrogate(logp, batch, objective, old_logprobs)
     loss = -surrogate
-    sums = {
-        "tis": _count(batch, tis),
-        "tis_clipped": _count(batch, (tis != importance).float()),
-        "clipped": _count(batch, (clipped * batch.advantages < ratio * batch.advantages).float()),
-        "abs_dlogp": _count(batch, gap.abs()),
-        "ratio": _count(batch, ratio.detach()),
-    }
     if objective.kl_coef:
         kl = low_var_kl(logp, _needed(ref_logprobs, batch, "ref_logprobs", "trainer.kl_coef"), batch)
         loss = loss + objective.kl_coef * kl
@@ -104,8 +88,34 @@ def policy_loss(
         loss = loss - objective.entropy_coef * spread
         sums["entropy"] = _count(batch, spread.detach())
     total = (loss * batch.weights).sum(dtype=torch.float64)
-    sums |= {"loss": total.detach(), "tokens": batch.mask.sum(dtype=torch.float64)}
-    return LossSums(total, sums, {"max_abs_dlogp": gap.abs().max().double()})
+    gap = _gap(logp, batch).abs()
+    sums |= {"loss": total.detach(), "tokens": batch.mask.sum(dtype=torch.float64), "abs_dlogp": _count(batch, gap)}
+    return LossSums(total, sums, {"max_abs_dlogp": gap.max().double()})
+
+
+def _surrogate(logp: Tensor, batch: PackedBatch, objective: Objective, old_logprobs: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO-clip with the truncated importance weight, [T], and what it did to how many tokens."""
+    old = batch.sampler_logprobs if old_logprobs is None else _finite(old_logprobs, batch, "old log-prob").detach()
+    ratio = _exp(_where(batch, logp.detach() - old)) * (logp - logp.detach()).exp()  # held within bounds, its gradient whole
+    importance = _exp(_gap(logp, batch) if old_logprobs is None else _gap(old, batch))
+    tis = importance.clamp(objective.tis_floor, objective.tis_cap)
+    unclipped = ratio * batch.advantages
+    clipped = ratio.clamp(1 - objective.eps_low, 1 + objective.eps_high) * batch.advantages
+    if old_logprobs is None:
+        surrogate = torch.minimum(tis / ratio.detach() * unclipped, clipped)
+    else:
+        surrogate = tis * torch.minimum(unclipped, clipped)
+    return surrogate, {
+        "tis": _count(batch, tis),
+        "tis_clipped": _count(batch, (tis != importance).float()),
+        "clipped": _count(batch, (clipped < unclipped).float()),
+        "ratio": _count(batch, ratio.detach()),
+    }
+
+
+def _gap(logp: Tensor, batch: PackedBatch) -> Tensor:
+    """Trainer minus sampler log-prob of each sampled token, no gradient."""
+    return _where(batch, logp.detach() - batch.sampler_logprobs)
 
 
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, batch: PackedBatch) -> Tensor:
