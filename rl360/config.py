@@ -137,7 +137,6 @@ class Engine(Section, frozen=True, kw_only=True):
 
 class Gateway(Section, frozen=True, kw_only=True):
     kind: Literal["smg"] = "smg"
-    health_check_interval: Seconds = 60.0
 
 
 class Trainer(Section, frozen=True, kw_only=True):

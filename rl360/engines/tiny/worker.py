@@ -50,7 +50,7 @@ async def main(ctx: WorkerContext) -> None:
             joined = ev.EngineJoined(run=ctx.config.run.name, generation=generation, url=url, pid=os.getpid(), node=socket.gethostname())
             await ctx.bus.publish(joined)
             ctx.log.info("generation %s at %s", generation, url)
-            await _until_stopped(ctx.stop, engine.crashed)
+            await _until_over(ctx.stop, engine.crashed, asyncio.create_task(_fenced(ctx, generation)))
     finally:
         await runner.cleanup()
         engine.stop()
@@ -75,14 +75,29 @@ def _seed(run_seed: int, generation: str) -> int:
     return int.from_bytes(blake3.blake3(f"{run_seed}/{generation}".encode()).digest(7))
 
 
-async def _until_stopped(stop: asyncio.Event, crashed: asyncio.Future[None]) -> None:
+class Fenced(Exception):
+    """Membership took this generation out: it missed a push, or its lease ran out. Its process ends; the next is a new one."""
+
+
+async def _fenced(ctx: WorkerContext, generation: str) -> None:
+    """Wait until membership gives this generation up. Raises Fenced."""
+    start = await ctx.bus.last_seq() + 1
+    async for record in ctx.bus.follow(types=[ev.EngineFenced, ev.EngineLost], start=start, stop=ctx.stop):
+        event = record.event
+        if isinstance(event, ev.EngineFenced | ev.EngineLost) and event.generation == generation:
+            raise Fenced(f"{generation}: {event.cause}")
+
+
+async def _until_over(stop: asyncio.Event, crashed: asyncio.Future[None], fenced: asyncio.Task[None]) -> None:
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, crashed, fenced}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
-    if crashed.done():
-        crashed.result()
+        fenced.cancel()
+    for over in (crashed, fenced):
+        if over.done():
+            over.result()
 
 
 @contextlib.asynccontextmanager
