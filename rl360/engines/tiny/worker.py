@@ -48,9 +48,9 @@ async def main(ctx: WorkerContext) -> None:
         url = f"http://{HOST}:{port}"
         async with _lease(ctx, generation, url):
             joined = ev.EngineJoined(run=ctx.config.run.name, generation=generation, url=url, pid=os.getpid(), node=socket.gethostname())
-            await ctx.bus.publish(joined)
+            seq = await ctx.bus.publish(joined)
             ctx.log.info("generation %s at %s", generation, url)
-            await _until_over(ctx.stop, engine.crashed, asyncio.create_task(_fenced(ctx, generation)))
+            await _until_over(ctx.stop, engine.crashed, asyncio.create_task(_fenced(ctx, generation, seq)))
     finally:
         await runner.cleanup()
         engine.stop()
@@ -79,10 +79,9 @@ class Fenced(Exception):
     """Membership took this generation out: it missed a push, or its lease ran out. Its process ends; the next is a new one."""
 
 
-async def _fenced(ctx: WorkerContext, generation: str) -> None:
+async def _fenced(ctx: WorkerContext, generation: str, joined: int) -> None:
     """Wait until membership gives this generation up. Raises Fenced."""
-    start = await ctx.bus.last_seq() + 1
-    async for record in ctx.bus.follow(types=[ev.EngineFenced, ev.EngineLost], start=start, stop=ctx.stop):
+    async for record in ctx.bus.follow(types=[ev.EngineFenced, ev.EngineLost], start=joined + 1, stop=ctx.stop):
         event = record.event
         if isinstance(event, ev.EngineFenced | ev.EngineLost) and event.generation == generation:
             raise Fenced(f"{generation}: {event.cause}")
