@@ -39,11 +39,11 @@ SESSION = "t3-g004-a1.1"
 class Rig:
     """A session server over a real bus and a scripted engine; `kill` and `start` make its next life."""
 
-    def __init__(self, bus: Bus, engine: FakeEngine, http: aiohttp.ClientSession, folder: Path) -> None:
+    def __init__(self, bus: Bus, engine: FakeEngine, http: aiohttp.ClientSession, folder: Path, model: dict[str, Any]) -> None:
         self.bus, self.engine, self.http = bus, engine, http
         self.url = f"http://127.0.0.1:{free_port()}"
         self.config = Config(
-            policy=Policy(path=str(policy_folder(folder / "policy"))),
+            policy=Policy(path=str(policy_folder(folder / "policy", **model))),
             sampling=Sampling(max_new_tokens=64, context=512),
             engine=Engine(request_timeout=2.0),
         )
@@ -141,12 +141,13 @@ async def make_rig(
     bus: Bus, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Awaitable[Rig]]]:
     """Start a server with some sections of the recipe replaced."""
+    monkeypatch.setattr(worker, "_DRAIN", 0.01)  # `kill` is a kill
     monkeypatch.setattr(worker, "load_template", lambda config: proven(config.sessions.template))
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
-        async def make(**sections: Any) -> Rig:
-            rig = Rig(bus, engine, http, tmp_path)
+        async def make(*, model: dict[str, Any] | None = None, **sections: Any) -> Rig:
+            rig = Rig(bus, engine, http, tmp_path, model or {})
             rig.set(**sections)
             stack.push_async_callback(rig.kill)
             await rig.start()
