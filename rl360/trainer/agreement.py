@@ -6,8 +6,8 @@ no disagreement, so only log-probs under the token's own version are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class Agreement:
 
     tokens: float = 0.0
     total: float = 0.0
-    maximum: float = field(default=0.0)
+    maximum: float = 0.0
 
     def add(self, logprobs: Tensor, batch: PackedBatch, versions: Iterable[int]) -> None:
         """Compare the targets that one of `versions` sampled; `logprobs` [T] are under the version of each."""
@@ -32,6 +32,17 @@ class Agreement:
             self.tokens += len(gap)
             self.total += gap.sum().item()
             self.maximum = max(self.maximum, gap.max().item())
+
+    def add_all(self, logprobs: Sequence[Tensor], batches: Sequence[PackedBatch], versions: Iterable[int]) -> None:
+        """`add` for each microbatch."""
+        wanted = list(versions)
+        for scores, batch in zip(logprobs, batches, strict=True):
+            self.add(scores, batch, wanted)
+
+    def merge(self, other: Agreement) -> None:
+        self.tokens += other.tokens
+        self.total += other.total
+        self.maximum = max(self.maximum, other.maximum)
 
     @property
     def mean(self) -> float | None:

@@ -60,9 +60,9 @@ class TrainSample:
         return len(self.sample)
 
 
-def train_sample(data: bytes, *, advantage: float, routing: bytes | None = None) -> TrainSample:
+def train_sample(data: bytes, *, advantage: float, routing: bytes | None = None, weight: float = 1.0) -> TrainSample:
     """Read an encoded sample (the bytes of `TrajectoryMerged.sample`). Raises SampleError or BatchError."""
-    return TrainSample(decode(data), digest_of(data), advantage, None if routing is None else decode_routing(routing))
+    return TrainSample(decode(data), digest_of(data), advantage, None if routing is None else decode_routing(routing), weight)
 
 
 def weigh(samples: Sequence[TrainSample], reduction: Reduction, constant: float = 0.0) -> tuple[tuple[TrainSample, ...], float]:

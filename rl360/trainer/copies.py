@@ -33,7 +33,7 @@ class WeightCopies:
     """Weights by version, the oldest forgotten first."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._held: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
 
     def __contains__(self, version: int) -> bool:
@@ -43,10 +43,16 @@ class WeightCopies:
     def versions(self) -> list[int]:
         return sorted(self._held)
 
+    def weights(self, version: int) -> Mapping[str, Tensor]:
+        """Raises KeyError when the version isn't held."""
+        return self._held[version]
+
     def hold(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the weights of `version`; forget the oldest beyond the limit."""
+        if self.limit == 0:
+            return
         self._held[version] = {name: w.detach().to("cpu", copy=True) for name, w in weights}
-        while len(self._held) > self._limit:
+        while len(self._held) > self.limit:
             del self._held[min(self._held)]
 
     def logprobs(self, policy: Scorer, batches: Sequence[PackedBatch], versions: Iterable[int]) -> list[Tensor]:
@@ -62,7 +68,7 @@ class WeightCopies:
                     score[of_version] = logprobs.to(score.device)[of_version]
         return scores
 
-    def reference(self, policy: Scorer, batches: Sequence[PackedBatch], version: int) -> list[Tensor]:
+    def score(self, policy: Scorer, batches: Sequence[PackedBatch], version: int) -> list[Tensor]:
         """Log-probs of all sampled targets under `version`, whoever sampled them."""
         with self._in_place(policy, version):
             return policy.logprobs(batches)

@@ -1,23 +1,53 @@
-"""Data-parallel ranks of the trainer."""
+"""The trainer's data-parallel ranks: rank 0 in the worker, the others as its children; commands go by broadcast.
+
+Rank 0 sends msgpack in uint8 tensors over a group of its own. A rank waits for the next command as long as rank 0 lives: it is killed
+with rank 0 (PR_SET_PDEATHSIG), and a connection that ends wakes it too. Inside a command every collective has a deadline.
+"""
 
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Final
 
+import msgspec
+import torch
 import torch.distributed as dist
 
+from rl360.config import Config
+from rl360.trainer import commands
 from rl360.trainer.platform import platform
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-_COLLECTIVE = timedelta(minutes=10)
-"""A collective that takes longer has lost a rank."""
+from rl360.trainer.rank import Answer, Rank
+
+log = logging.getLogger(__name__)
+
+_COLLECTIVE: Final = timedelta(minutes=10)
+"""A collective inside a command that takes longer has lost a rank."""
+_BETWEEN: Final = timedelta(days=7)
+"""Between two commands there may be hours of rollouts."""
+_MEETING: Final = "meeting"
+_JOB: Final = "job.json"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child rank is told when it starts. `folder`: the run's; `parent`: process id of rank 0."""
+
+    config: Config
+    folder: str
+    parent: int
 
 
 @contextmanager
@@ -25,7 +55,7 @@ def process_groups(rank: int = 0, world: int = 1, meeting: Path | None = None) -
     """Join the trainer's process groups, inside the platform. `meeting`: a file that all ranks can write, for world > 1."""
     if (world > 1) != (meeting is not None):
         raise ValueError("several ranks need a file to meet at; one rank needs none")
-    store = dist.HashStore() if meeting is None else dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
+    store: Any = dist.HashStore() if meeting is None else dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
     with platform() as here:
         dist.init_process_group(here.backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE)
         try:
@@ -35,3 +65,81 @@ def process_groups(rank: int = 0, world: int = 1, meeting: Path | None = None) -
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+class Channel:
+    """Commands from rank 0 to all ranks."""
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo", timeout=_BETWEEN)
+
+    def send(self, command: commands.Command) -> None:
+        data = commands.encode(command)
+        self._broadcast(torch.tensor([len(data)], dtype=torch.int64))
+        self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def receive(self) -> commands.Command:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._broadcast(size)
+        data = torch.zeros(int(size.item()), dtype=torch.uint8)
+        self._broadcast(data)
+        return commands.decode(data.numpy().tobytes())
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=0, group=self._group)
+
+
+class Crew:
+    """All ranks, as rank 0 commands them. Use it in one thread; the children are started before, see `start_children`."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._rank = Rank(config, folder, 0)
+        self._channel = Channel() if config.trainer.dp > 1 else None
+
+    @property
+    def policy_folder(self) -> Path:
+        return self._rank.start
+
+    def do(self, command: commands.Command) -> Answer:
+        """Carry a command out on all ranks; returns rank 0's answer."""
+        if self._channel is not None:
+            self._channel.send(command)
+        return self._rank.perform(command)
+
+
+def start_children(config: Config, folder: Path, meeting: Path) -> list[subprocess.Popen[bytes]]:
+    """Start ranks 1, 2, …, each in a process group of its own. `meeting`: an empty folder of this life of the trainer.
+
+    Call it from a thread that lives as long as the process: a child dies with the thread that made it.
+    """
+    (meeting / _JOB).write_bytes(msgspec.json.encode(Job(config=config, folder=str(folder), parent=os.getpid())))
+    command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting)]
+    return [
+        subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, start_new_session=True) for rank in range(1, config.trainer.dp)
+    ]
+
+
+def kill_children(children: list[subprocess.Popen[bytes]]) -> None:
+    """End the recorded children, with their process groups, and reap them."""
+    for child in children:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(10)
+
+
+def meeting_file(meeting: Path) -> Path:
+    """Where ranks of one life find each other."""
+    return meeting / _MEETING
+
+
+def rank_main(meeting: Path, rank: int) -> None:
+    """A child rank: carry out commands until `Stop`."""
+    job = msgspec.json.decode((meeting / _JOB).read_bytes(), type=Job)
+    if os.getppid() != job.parent:
+        return  # rank 0 was gone before this process had asked to die with it
+    torch.set_num_threads(1)
+    with process_groups(rank, job.config.trainer.dp, meeting_file(meeting)):
+        me, channel = Rank(job.config, Path(job.folder), rank), Channel()
+        log.info("rank %d is ready", rank)
+        while not isinstance(command := channel.receive(), commands.Stop):
+            me.perform(command)

@@ -76,24 +76,25 @@ def split(name: str, tensor: Tensor, spec: ModelSpec) -> tuple[Tensor, ...]:
     return tensor.chunk(len(hf_names(name)))
 
 
-def load(parameters: Iterable[tuple[str, Tensor]], weights: Mapping[str, Tensor], spec: ModelSpec, where: str) -> None:
-    """Copy HF weights into megatron parameters. Raises ModelError when one is missing, left over or of another shape."""
+def as_megatron(parameters: Iterable[tuple[str, Tensor]], weights: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict[str, Tensor]:
+    """HF weights under megatron's names. Raises ModelError when one is missing, left over or of another shape than its parameter."""
     left = set(weights)
-    with torch.no_grad():
-        for name, parameter in parameters:
-            names = hf_names(name)
-            if missing := [n for n in names if n not in weights]:
-                raise ModelError(f"{where}: tensor {missing[0]!r} is missing")
-            parts = [weights[n] for n in names]
-            for n, part, held in zip(names, parts, split(name, parameter, spec), strict=True):
-                if part.shape != held.shape:
-                    raise ModelError(f"{where}: {n} has shape {list(part.shape)}, config.json makes it {list(held.shape)}")
-            parameter.copy_(join(name, parts, spec))
-            left.difference_update(names)
+    made: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        names = hf_names(name)
+        if missing := [n for n in names if n not in weights]:
+            raise ModelError(f"{where}: tensor {missing[0]!r} is missing")
+        parts = [weights[n] for n in names]
+        for n, part, held in zip(names, parts, split(name, parameter.detach(), spec), strict=True):
+            if part.shape != held.shape:
+                raise ModelError(f"{where}: {n} has shape {list(part.shape)}, config.json makes it {list(held.shape)}")
+        made[name] = join(name, parts, spec)
+        left.difference_update(names)
     if spec.tied:
         left.discard("lm_head.weight")  # some writers store the shared tensor twice
     if left:
         raise ModelError(f"{where}: tensor {min(left)!r} belongs to no part of the model that config.json describes")
+    return made
 
 
 def export(parameters: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +108,6 @@ class HFWeights(Mapping[str, Tensor]):
     """Tensors of a folder in HF layout (`model.safetensors`, or shards with their index), each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.where = str(folder)
         self._open: dict[str, Callable[[str], Tensor]] = {}
         for path in _weight_files(folder):
             try:

@@ -92,8 +92,10 @@ class Policy:
 
     def load_hf(self, folder: Path) -> None:
         """Replace the weights by those of a folder in HF layout."""
-        weights = hf.HFWeights(folder)
-        hf.load(self.parameters(), weights, self.spec, weights.where)
+        weights = hf.as_megatron(self.parameters(), hf.HFWeights(folder), self.spec, str(folder))
+        with torch.no_grad():
+            for name, parameter in self.parameters():
+                parameter.copy_(weights[name])
 
     @property
     def module(self) -> torch.nn.Module:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+
 from rl360 import config
 from rl360.trainer import checkpoints, dist_state
 from rl360.trainer.batch import pack, plan_batch, weigh

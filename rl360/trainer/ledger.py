@@ -1,0 +1,146 @@
+"""What the journal says to the trainer: which step can train and on what, and which engines need which version. Pure.
+
+The trainer's own place is not in here: after a restart it is the checkpoint's. A step whose StepTrained the journal holds already
+is made again when the checkpoint was lost, with the same result, and published no second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rl360.bus import events as ev
+from rl360.bus.codec import Recorded
+from rl360.config import Config
+from rl360.engines import membership
+from rl360.engines.membership import Membership
+from rl360.trainer import progress
+from rl360.trainer.batch import plan_batch
+from rl360.trainer.commands import SampleRef, Train
+from rl360.trainer.groups import survivors
+from rl360.trainer.outcomes import OUTCOME_TYPES, Outcomes
+from rl360.trainer.progress import PushGate
+from rl360.trainer.reduction import token_weights
+
+FOLDED: Final[tuple[type[ev.Event], ...]] = tuple(dict.fromkeys((*progress.FOLDED, *OUTCOME_TYPES, ev.GroupDecided, *membership.FOLDS)))
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All that a step trains on. No refs: the step is skipped (S21), and `why` says the reason."""
+
+    step: int
+    version: int  # of the weights that it starts from
+    refs: tuple[SampleRef, ...]
+    divisor: float
+    versions: tuple[int, ...]  # that tokens may have
+    stale: tuple[str, ...]  # samples dropped at consumption (S24)
+    why: str = ""
+
+    def command(self, *, dp: int, microbatch_tokens: int) -> Train:
+        """The step as all ranks get it."""
+        plan = plan_batch(self.refs, dp=dp, microbatch_tokens=microbatch_tokens)
+        ranks = tuple(tuple(m.samples for m in rank) for rank in plan.ranks)
+        return Train(version=self.version, ranks=ranks, divisor=self.divisor, versions=self.versions)
+
+
+@dataclass(frozen=True)
+class PushOrder:
+    """Bring `engines` (generation: URL) to `version`; `attempt` counts the pushes of that version."""
+
+    version: int
+    engines: Mapping[str, str]
+    attempt: int
+
+
+class Ledger:
+    """Fold of `FOLDED`, in journal order."""
+
+    def __init__(self, run: str, config: Config) -> None:
+        self._config = config
+        self._outcomes = Outcomes()
+        self._gate = PushGate(config.run.schedule, config.run.steps)
+        self._members = Membership(run, grace=config.engine.lease_seconds)
+        self._groups: dict[int, int] = {}  # training step -> groups it opened with
+        self._decided: dict[int, dict[int, ev.GroupDecided]] = {}
+        self._trained: dict[int, ev.StepTrained] = {}
+
+    def on(self, recorded: Recorded) -> None:
+        event = recorded.event
+        self._outcomes.on(recorded)
+        self._gate.on(event)
+        self._members.on(recorded)
+        if isinstance(event, ev.StepOpened) and event.purpose is ev.Purpose.TRAIN:
+            self._groups.setdefault(event.step, len(event.groups))
+        elif isinstance(event, ev.GroupDecided) and event.purpose is ev.Purpose.TRAIN:
+            self._decided.setdefault(event.step, {}).setdefault(event.group, event)
+        elif isinstance(event, ev.StepTrained):
+            self._trained.setdefault(event.step, event)
+
+    def trained(self, step: int) -> ev.StepTrained | None:
+        """What the journal says about the step's training."""
+        return self._trained.get(step)
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def batch(self, step: int, version: int) -> StepBatch | None:
+        """The step's batch for weights of `version`, once all of its groups are decided."""
+        decided = self._decided.get(step, {})
+        if step not in self._groups or len(decided) < self._groups[step]:
+            return None
+        oldest = version - self._config.trainer.max_staleness
+        chosen = survivors(decided.values(), self._outcomes)
+        fresh = [s for s in chosen if s.merged.min_version >= oldest]
+        stale = tuple(f"{s.merged.attempt}/{s.merged.branch}" for s in chosen if s.merged.min_version < oldest)
+        if not fresh:
+            return StepBatch(step, version, (), 0.0, (), stale, _why(decided.values(), stale))
+        trainer = self._config.trainer
+        merged = [s.merged for s in fresh]
+        weights = token_weights(merged, trainer.loss_reduction, trainer.loss_constant)
+        refs = tuple(_ref(s.merged, s.advantage, w) for s, w in zip(fresh, weights.weights, strict=True))
+        versions = tuple(range(min(m.min_version for m in merged), max(m.max_version for m in merged) + 1))
+        return StepBatch(step, version, refs, weights.divisor, versions, stale)
+
+    def forget(self, step: int) -> None:
+        """The step is trained and its checkpoint kept: drop its samples."""
+        for group in self._decided.pop(step, {}).values():
+            for attempt in group.attempts:
+                self._outcomes.forget_samples(attempt.attempt)
+
+    # ------------------------------------------------------------------------------------------------ push
+
+    def push(self, version: int, made_by: int) -> PushOrder | None:
+        """The push that is due when the trainer holds `version`, made by training step `made_by` (-1: the starting policy).
+
+        A new version goes to all engines at once, when no rollout could see two versions. Until then an engine that joins
+        gets the version that the others serve: it has no traffic before.
+        """
+        served = self._members.floor
+        if version < served:
+            return None  # the checkpoint was lost: that version is being made again
+        new = version > served and (made_by < 0 or self._gate.may_push(made_by))
+        target = version if new else served
+        engines = {} if target < 0 else self._members.live() if new else self._members.behind(target)
+        return PushOrder(target, engines, self._members.pushes(target) + 1) if engines else None
+
+
+def _ref(merged: ev.TrajectoryMerged, advantage: float, weight: float) -> SampleRef:
+    return SampleRef(
+        attempt=merged.attempt,
+        branch=merged.branch,
+        tokens=merged.tokens,
+        sampled=merged.sampled,
+        advantage=advantage,
+        sample=merged.sample,
+        routing=merged.routing,
+        weight=weight,
+    )
+
+
+def _why(decided: Iterable[ev.GroupDecided], stale: tuple[str, ...]) -> str:
+    reasons = Counter(group.reason for group in decided if not group.kept)
+    if stale:
+        reasons["stale at consumption"] += len(stale)
+    return "no sample survived: " + ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))

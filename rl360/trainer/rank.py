@@ -1,0 +1,204 @@
+"""One data-parallel rank: holds the policy and carries out commands. Rank 0 is no different, it only gets the answers too.
+
+Everything here runs inside the platform, in one thread.
+"""
+
+# pyright: reportUnknownMemberType=false
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl360.bus.blobs import BlobStore
+from rl360.bus.sample import SampleError
+from rl360.config import Config
+from rl360.trainer import checkpoints, commands, dist_state, hf
+from rl360.trainer.agreement import Agreement
+from rl360.trainer.batch import Microbatch, PackedBatch, TrainSample, pack, train_sample
+from rl360.trainer.commands import SampleRef, Train
+from rl360.trainer.copies import WeightCopies
+from rl360.trainer.loss import merge_sums
+from rl360.trainer.policy import Policy, StepResult
+from rl360.trainer.progress import LAG
+from rl360.trainer.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS: Final = "checkpoints"
+START: Final = 0
+"""Version of the starting policy."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command gave, on rank 0."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    metrics: Mapping[str, float] | None = None
+    seconds: Mapping[str, float] | None = None
+    weights: Mapping[str, Tensor] | None = None  # by HF name, in the engines' dtype
+
+
+class Rank:
+    """`rank` of `config.trainer.dp` ranks; `folder` is the run's."""
+
+    def __init__(self, config: Config, folder: Path, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._blobs = BlobStore(folder / "blobs")
+        self._root = folder / CHECKPOINTS
+        self.start = config.policy.folder
+        self.policy = Policy(ModelSpec.read(self.start), config.trainer, config.sampling.temperature)
+        self._version = START
+        self._recomputes = config.trainer.old_policy == "keep_old_actor"
+        lags = self._recomputes or LAG[config.run.schedule] > 0
+        self._copies = WeightCopies(config.trainer.max_staleness + 1 if lags else 0)
+        self._reference = WeightCopies(1 if config.trainer.kl_coef else 0)
+
+    def perform(self, command: commands.Command) -> Answer:
+        """Carry out one command. All ranks get the same commands in the same order."""
+        match command:
+            case commands.Restore(path):
+                return self._restore(path)
+            case commands.Train():
+                return self._train(command)
+            case commands.Save(step):
+                dist_state.write(self.policy, self._root, step)
+                return Answer()
+            case commands.Export(version):
+                return Answer(weights=self._export(version))
+            case commands.Stop():
+                return Answer()
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def _restore(self, path: str) -> Answer:
+        self.policy.load_hf(self.start)
+        self._reference.hold(START, self.policy.parameters())
+        if path:
+            checkpoint = checkpoints.verify(Path(path))
+            for version in range(checkpoint.manifest.version - self._config.trainer.max_staleness, checkpoint.manifest.version):
+                self._recall(version)
+            dist_state.load(self.policy, checkpoint)
+            self._version = checkpoint.manifest.version
+        self._copies.hold(self._version, self.policy.parameters())
+        return Answer()
+
+    def _recall(self, version: int) -> None:
+        """Hold the copy of an older version again, where its checkpoint is still there."""
+        if not self._copies.limit:
+            return
+        try:
+            weights = self._weights(version)
+        except checkpoints.CheckpointError as e:
+            log.warning("weights of version %d are not held: %s", version, e)
+            return
+        if weights is not None:
+            self._copies.hold(version, weights.items())
+
+    def _weights(self, version: int) -> Mapping[str, Tensor] | None:
+        """Weights of an older version by megatron name, from where they lie."""
+        if version == START:
+            return hf.as_megatron(self.policy.parameters(), hf.HFWeights(self.start), self.policy.spec, str(self.start))
+        checkpoint = checkpoints.of_version(self._root, version) if version > START else None
+        return None if checkpoint is None else dist_state.load_weights(self.policy, checkpoint)
+
+    def _export(self, version: int) -> Mapping[str, Tensor]:
+        """Raises CheckpointError when the version is gone."""
+        if version == self._version:
+            named = self.policy.export()
+        else:
+            weights = self._copies.weights(version) if version in self._copies else self._weights(version)
+            if weights is None:
+                raise checkpoints.CheckpointError(f"{self._root}: no checkpoint of version {version}, which the engines still serve")
+            named = hf.export(weights.items(), self.policy.spec)
+        dtype: torch.dtype = getattr(torch, self._config.engine.dtype)
+        return {name: tensor.to("cpu", dtype) for name, tensor in named}
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def _train(self, train: Train) -> Answer:
+        started = time.perf_counter()
+        batches = [pack(Microbatch(tuple(map(self._read, refs)))) for refs in train.ranks[self._rank]]
+        loaded = time.perf_counter()
+        agreement = Agreement()
+        old = self._old_logprobs(batches, train, agreement)
+        ref = self._reference.score(self.policy, batches, START) if self._config.trainer.kl_coef else None
+        scored = time.perf_counter()
+        result = self.policy.step(batches, train.divisor, version=train.version, old_logprobs=old, ref_logprobs=ref)
+        self._version = train.version + 1
+        self._copies.hold(self._version, self.policy.parameters())
+        agreement.merge(result.agreement)
+        seconds = {"load": loaded - started, "old_logprobs": scored - loaded, **result.seconds}
+        return _answer(result, agreement, _Staleness.of(batches, train.version), train.divisor, seconds)
+
+    def _read(self, ref: SampleRef) -> TrainSample:
+        routing = None if ref.routing is None else self._blobs.unpack(ref.routing)
+        sample = train_sample(self._blobs.unpack(ref.sample), advantage=ref.advantage, routing=routing, weight=ref.weight)
+        if sample.sampled != ref.sampled or len(sample) != ref.tokens:
+            raise SampleError(
+                f"{ref.attempt}/{ref.branch}: the sample has {len(sample)} tokens, {sample.sampled} sampled; "
+                f"its TrajectoryMerged says {ref.tokens} and {ref.sampled}"
+            )
+        return sample
+
+    def _old_logprobs(self, batches: Sequence[PackedBatch], train: Train, agreement: Agreement) -> list[Tensor] | None:
+        """Under each token's own version (S22). Where the recipe doesn't ask, one microbatch tells whether the engines agree."""
+        older = [v for v in train.versions if v != train.version]
+        if self._recomputes:
+            old = self._copies.logprobs(self.policy, batches, train.versions)
+            agreement.add_all(old, batches, older)
+            return old
+        probed = [v for v in older if v in self._copies]
+        if probed:
+            agreement.add_all(self._copies.logprobs(self.policy, batches[:1], probed), batches[:1], probed)
+        return None
+
+
+@dataclass(frozen=True)
+class _Staleness:
+    """Versions between token and trained weights (S24), over sampled tokens."""
+
+    total: float
+    maximum: float
+
+    @staticmethod
+    def of(batches: Sequence[PackedBatch], version: int) -> _Staleness:
+        lags = torch.cat([version - batch.versions[batch.mask] for batch in batches])
+        return _Staleness(lags.sum().item(), lags.max().item() if len(lags) else 0.0)
+
+
+def _answer(result: StepResult, agreement: Agreement, stale: _Staleness, divisor: float, seconds: Mapping[str, float]) -> Answer:
+    """Add up over ranks and name the metrics."""
+    sums = {**result.sums, "agree/tokens": agreement.tokens, "agree/total": agreement.total, "stale": stale.total}
+    maxima = {**result.maxima, "agree": agreement.maximum, "stale": stale.maximum}
+    sums, maxima = _reduced(sums, dist.ReduceOp.SUM), _reduced(maxima, dist.ReduceOp.MAX)
+    compared, total, worst = sums.pop("agree/tokens"), sums.pop("agree/total"), maxima.pop("agree")
+    lag, oldest = sums.pop("stale"), maxima.pop("stale")
+    metrics = {
+        **merge_sums(sums, maxima),
+        "train/grad_norm": result.grad_norm,
+        "staleness/mean": lag / sums["tokens"],
+        "staleness/max": oldest,
+        "logp/delta_n": compared,
+    }
+    if compared:
+        metrics |= {"logp/delta_mean": total / compared, "logp/delta_max": worst}
+    loss = sums["loss"] / divisor
+    return Answer(loss=loss, grad_norm=result.grad_norm, metrics={**metrics, "train/loss": loss}, seconds=seconds)
+
+
+def _reduced(values: Mapping[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    """Over all ranks; they have the same keys, since they run the same objective."""
+    keys = sorted(values)
+    tensor = torch.tensor([values[k] for k in keys], dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
+    dist.all_reduce(tensor, op=op)
+    return dict(zip(keys, cast(list[float], tensor.tolist()), strict=True))
