@@ -155,14 +155,14 @@ def _nothing(ids: NDArray[np.int32]) -> _Conversation:
 
 
 def chain_of(turns: dict[int, ev.TurnCompleted], branch: int) -> list[ev.TurnCompleted]:
-    """Turns of a branch from the first to its newest; up to the first that was cut off (S7). A rolled-back turn is nobody's parent."""
-    number = max((t.turn for t in turns.values() if t.branch == branch), default=0)
+    """Turns of a branch from the first to its newest, without what was rolled back and what came after a cut-off turn (S7)."""
+    end = min((t.turn for t in turns.values() if t.finish_reason == "length"), default=max(turns, default=0))
+    rolled_back = {t.rolled_back for t in turns.values() if t.turn <= end}
+    number = max((t.turn for t in turns.values() if t.branch == branch and t.turn <= end and t.turn not in rolled_back), default=0)
     chain: list[ev.TurnCompleted] = []
     while number:
         if number not in turns:
             raise wire.SampleError(f"turn {number} is not in the journal")
         chain.append(turns[number])
         number = turns[number].parent
-    chain.reverse()
-    cut = next((i for i, t in enumerate(chain) if t.finish_reason == "length"), len(chain) - 1)
-    return chain[: cut + 1]
+    return chain[::-1]

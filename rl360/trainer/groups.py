@@ -163,6 +163,7 @@ class Survivor:
 def survivors(decided: Iterable[ev.GroupDecided], outcomes: Outcomes) -> tuple[Survivor, ...]:
     """All samples of a step's kept groups (S21), by group, attempt and branch: a branch has its attempt's advantage.
 
+    A branch without a sampled token of its own has nothing to train and is no sample.
     Raises ValueError when the samples of a kept attempt are not all in `outcomes`.
     """
     chosen: list[Survivor] = []
@@ -173,5 +174,5 @@ def survivors(decided: Iterable[ev.GroupDecided], outcomes: Outcomes) -> tuple[S
             outcome = outcomes.complete(attempt.attempt)
             if outcome is None:
                 raise ValueError(f"{attempt.attempt}: kept, but its samples are not in the journal")
-            chosen += (Survivor(m, attempt.advantage) for m in outcome.merged)
+            chosen += (Survivor(m, attempt.advantage) for m in outcome.merged if m.sampled)
     return tuple(chosen)

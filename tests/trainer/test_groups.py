@@ -311,3 +311,12 @@ def test_s21_survivors_are_all_samples_of_kept_attempts_with_their_advantage():
     ]
     with pytest.raises(ValueError, match="samples are not in the journal"):
         survivors([decided], Outcomes())
+
+
+def test_a_branch_without_a_token_of_its_own_is_no_sample():
+    outcomes = Outcomes()
+    for seq, event in enumerate([verified(A, 1.0), trajectory(A, branches=2), trajectory(A, branch=1, branches=2, sampled=0)]):
+        outcomes.on(Recorded(seq, 0.0, event))
+    kept = ev.AttemptDecision(attempt=A, fate=ev.Fate.TRAINED, advantage=0.5)
+    decided = ev.GroupDecided(run=RUN, step=0, group=0, domain="fix", kept=True, attempts=(kept,))
+    assert [s.merged.branch for s in survivors([decided], outcomes)] == [0]

@@ -1,4 +1,4 @@
-"""A whole run in memory: the real scheduler and filter machines, an in-memory journal, and the other workers played by a few lines.
+"""A whole run in memory: the real scheduler, filter and merger, an in-memory journal, and the other workers played by a few lines.
 
 `World(...).play()` interleaves everybody at random (seeded) until the run ends. Nothing waits and nothing is real but the rules.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from rl360.bus import events as ev
-from rl360.bus import sample as wire
 from rl360.bus import subjects
 from rl360.bus.blobs import BlobStore, digest_of
 from rl360.bus.codec import Recorded
 from rl360.config import Config, parse, to_toml_data
+from rl360.sessions.merger import Merger
 from rl360.trainer.draw import TaskRef
 from rl360.trainer.group_filter import GroupFilter
 from rl360.trainer.groups import Rules, survivors
@@ -27,6 +27,13 @@ from rl360.trainer.reduction import token_weights
 from rl360.trainer.schedule import Scheduler, TaskPool
 
 RUN = "world"
+SHAPES = [
+    [(0, 0, 0), (0, 1, 0)],
+    [(0, 0, 0), (0, 1, 0), (1, 1, 0)],  # the third turn continues the first one in another way
+    [(0, 0, 0), (0, 1, 0), (0, 1, 2)],  # the third turn drops the second
+]
+"""Branch, parent and rolled-back turn of each turn of a session."""
+
 Behaviour = Callable[[ev.RolloutAdmitted, random.Random], "float | ev.Cause | None"]
 """Reward of an attempt, the cause of its failure, or None: its runner never answers."""
 
@@ -87,7 +94,7 @@ class World:
         self.tallies: dict[int, StepTally] = {}
         self.version = self.held = 0
         self.trained = -1
-        self.todo: list[Iterator[ev.Event]] = []  # what runners and the merger are in the middle of
+        self.todo: list[Iterator[ev.Event]] = []  # what runners are in the middle of
         self._read = 0
         config_data = to_toml_data(config)
         self.journal.publish(ev.RunStarted(run=RUN, config=config_data, config_digest="c", code_version="1", seed=config.run.seed))
@@ -98,16 +105,17 @@ class World:
     def _start_machines(self) -> None:
         self.scheduler = Scheduler(RUN, self.config, self.pool)
         self.filter = GroupFilter(Rules.of(self.config))
+        self.merger = Merger(pack=self.blobs.pack, unpack=self.blobs.unpack, replay=False)
         self._due: dict[str, ev.Event] = {}
         self._machine_read = 0
 
     def step_machines(self) -> None:
-        """Both machines fold what is new; what they decided goes out after they have caught up, as `react` does it."""
+        """The machines fold what is new; what they decided goes out after they have caught up, as `react` does it."""
         while self._machine_read < len(self.journal.records):
             record = self.journal.records[self._machine_read]
             self._machine_read += 1
             self._due.pop(subjects.msg_id(record.event), None)
-            for event in (*self.scheduler.on(record), *self.filter.on(record)):
+            for event in (*self.scheduler.on(record), *self.filter.on(record), *self.merger.on(record)):
                 self._due[subjects.msg_id(event)] = event
         due, self._due = list(self._due.values()), {}
         for event in (*due, *self.scheduler.on_tick(self.journal.now)):
@@ -151,19 +159,18 @@ class World:
         if isinstance(result, ev.Cause):
             yield ev.InfraFailed(**about, boundary=ev.Boundary.SANDBOX, cause=result, exception="SandboxLost")
             return
-        turns = self.turns(about, branches=self.rng.choice([1, 1, 2]))
+        turns = self.turns(about, self.rng.choice(SHAPES))
         yield from turns
         yield ev.SessionClosed(**about, reason="submitted", turns=len(turns), branches=max(t.branch for t in turns) + 1)
         yield verified(a.attempt, result, step=a.step, group=a.group)
-        yield from self.merged(turns)
         if self.rng.random() < 0.2:  # another life of it, whose runner knew nothing of the first
             yield failed(a.attempt, step=a.step, group=a.group, life=2)
 
-    def turns(self, about: dict[str, object], branches: int) -> list[ev.TurnCompleted]:
-        """Two turns in a row, and, for a second branch, a third one that continues the first turn in another way."""
+    def turns(self, about: dict[str, object], shape: Sequence[tuple[int, int, int]]) -> list[ev.TurnCompleted]:
+        """Turns of random tokens. Some are cut off: what comes after them drops out (S7)."""
         version = self.sampled_at[str(about["attempt"])]
         made: list[ev.TurnCompleted] = []
-        for turn, (branch, parent) in enumerate([(0, 0), (0, 1), (1, 1)][: branches + 1], start=1):
+        for turn, (branch, parent, rolled_back) in enumerate(shape, start=1):
             base = made[parent - 1].base + made[parent - 1].prompt_ids.size // 4 + made[parent - 1].output_ids.size // 4 if parent else 0
             prompt = np.array([self.rng.randrange(90) for _ in range(self.rng.randint(2, 5))], np.int32)
             output = np.array([self.rng.randrange(90) for _ in range(self.rng.randint(1, 6))], np.int32)
@@ -179,7 +186,8 @@ class World:
                     output_ids=self.blobs.pack(output.tobytes()),
                     logprobs=self.blobs.pack(logprobs.tobytes()),
                     spans=(ev.VersionSpan(version, 0, len(output)),),
-                    finish_reason="stop",
+                    finish_reason="length" if self.rng.random() < 0.1 else "stop",
+                    rolled_back=rolled_back,
                     cached_tokens=base,
                     prompt_tokens=base + len(prompt),
                     best_cached=base,
@@ -190,12 +198,6 @@ class World:
                 )
             )
         return made
-
-    def merged(self, turns: Sequence[ev.TurnCompleted]) -> Iterator[ev.TrajectoryMerged]:
-        branches = max(t.branch for t in turns) + 1
-        for branch in range(branches):
-            chain = [turns[0], turns[1]] if branch == 0 else [turns[0], turns[2]]
-            yield merge(chain, branch, branches, self.blobs)
 
     def _push(self, version: int) -> None:
         if version == 0:
@@ -241,7 +243,7 @@ class World:
     # ------------------------------------------------------------------------------------------------ the whole
 
     def play(self, limit: int = 20_000) -> Journal:
-        """Until RunFinished. Everybody acts in random turns; now and then scheduler and filter die and start again."""
+        """Until RunFinished. Everybody acts in random turns; now and then the machines die and start again."""
         for _ in range(limit):
             if self.rng.random() < 0.5:
                 self.step_others()
@@ -254,49 +256,6 @@ class World:
             if self.journal.of(ev.RunFinished):
                 return self.journal
         raise AssertionError(f"the run did not end: {[type(r.event).__name__ for r in self.journal.records[-10:]]}")
-
-
-def merge(chain: Sequence[ev.TurnCompleted], branch: int, branches: int, blobs: BlobStore) -> ev.TrajectoryMerged:
-    """One sample of a chain of turns; tokens of turns of an earlier branch have mask 0."""
-    ids, mask, logprobs, versions = [], [], [], []
-    for turn in chain:
-        prompt, output = (np.frombuffer(blobs.unpack(p), "<i4") for p in (turn.prompt_ids, turn.output_ids))
-        own = turn.branch == branch
-        ids += [prompt, output]
-        mask += [np.zeros(len(prompt), np.uint8), np.full(len(output), own, np.uint8)]
-        lp = np.frombuffer(blobs.unpack(turn.logprobs), "<f4")
-        logprobs += [np.zeros(len(prompt), np.float32), lp if own else np.zeros(len(output), np.float32)]
-        versions += [np.full(len(prompt), -1, np.int32), np.full(len(output), turn.spans[0].version if own else -1, np.int32)]
-    last = chain[-1]
-    sample = wire.make(
-        attempt=last.attempt,
-        branch=branch,
-        ids=np.concatenate(ids),
-        mask=np.concatenate(mask),
-        logprobs=np.concatenate(logprobs),
-        versions=np.concatenate(versions),
-    )
-    own = [t for t in chain if t.branch == branch]
-    return ev.TrajectoryMerged(
-        run=RUN,
-        step=last.step,
-        attempt=last.attempt,
-        group=last.group,
-        session=last.session,
-        branch=branch,
-        tokens=len(sample),
-        sampled=int(sample.mask.sum()),
-        turns=len(chain),
-        dropped_turns=0,
-        format_errors=0,
-        min_version=min(t.spans[0].version for t in own),
-        max_version=max(t.spans[0].version for t in own),
-        sample=blobs.pack(wire.encode(sample)),
-        branches=branches,
-        cached_tokens=sum(t.cached_tokens for t in own),
-        best_cached=sum(t.best_cached for t in own),
-        prompt_tokens=sum(t.prompt_tokens for t in own),
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- single events
