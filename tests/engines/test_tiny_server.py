@@ -176,12 +176,9 @@ async def test_cases_34_it_stays_healthy_while_paused_and_resumes_by_itself(orac
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_pause_holds_requests_until_continue(oracle: Oracle, mode: str) -> None:
     async with tiny_server(oracle) as client:
-        running = asyncio.create_task(client.generate(prompt(5), 200, rid="long"))
-        await client.until_sampled("long", 3)
-        assert (await client.post("/pause_generation", {"mode": mode})) == (
-            200,
-            {"message": "Generation paused successfully.", "status": "ok"},
-        )
+        running = await client.frozen("long", generate_body(prompt(5), 20), 3)
+        paused = await client.post("/pause_generation", {"mode": mode})
+        assert paused == (200, {"message": "Generation paused successfully.", "status": "ok"})
         held = asyncio.create_task(client.generate(prompt(4, 1), 2))
         await client.until(lambda: len(client.engine.scheduler.waiting) == (1 if mode == "in_place" else 2))
         assert await client.metric("paused") == 1
@@ -189,7 +186,7 @@ async def test_a_pause_holds_requests_until_continue(oracle: Oracle, mode: str) 
         assert not running.done()
         assert not held.done()
         await client.post("/continue_generation")
-        body = await running
+        _, body = await running
         assert body["meta_info"]["num_retractions"] == (0 if mode == "in_place" else 1)
         assert float((oracle.logprobs(prompt(5), body["output_ids"]) - torch.tensor(logprobs(body))).abs().max()) < 1e-5
         assert len((await held)["output_ids"]) == 2
@@ -197,12 +194,11 @@ async def test_a_pause_holds_requests_until_continue(oracle: Oracle, mode: str) 
 
 async def test_pausing_by_abort_answers_at_once(oracle: Oracle) -> None:
     async with tiny_server(oracle) as client:
-        running = asyncio.create_task(client.generate(prompt(5), 200, rid="long"))
-        await client.until_sampled("long", 3)
+        running = await client.frozen("long", generate_body(prompt(5), 20), 3)
         await client.post("/pause_generation", {"mode": "abort"})
-        body = await running
-        assert body["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 3 <= len(body["output_ids"]) == len(logprobs(body)) < 200
+        _, body = await running
+        assert body["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted"}
+        assert len(body["output_ids"]) == len(logprobs(body)) == 3
 
 
 async def test_an_abort_by_rid_prefix_works_while_paused(oracle: Oracle) -> None:
@@ -220,13 +216,13 @@ async def test_an_abort_by_rid_prefix_works_while_paused(oracle: Oracle) -> None
 
 async def test_a_client_that_hangs_up_frees_its_slot_and_no_other(oracle: Oracle) -> None:
     async with tiny_server(oracle) as client:
-        gone = asyncio.create_task(client.generate(prompt(5), 240, rid="s.1"))
-        other = asyncio.create_task(client.generate(prompt(6), 200, rid="s.12"))
-        await client.until_sampled("s.1", 1)
-        await client.until_sampled("s.12", 1)
+        other = await client.frozen("s.12", generate_body(prompt(6), 20), 2)
+        gone = await client.frozen("s.1", generate_body(prompt(5), 20), 1)
         gone.cancel()
         await client.until(lambda: "s.1" not in client.engine.scheduler.running)
-        assert len((await other)["output_ids"]) == 200
+        await client.post("/continue_generation")
+        _, body = await other
+        assert len(body["output_ids"]) == 20
 
 
 async def test_an_engine_whose_thread_dies_says_so_and_does_not_hang(oracle: Oracle) -> None:

@@ -45,9 +45,22 @@ class Client:
             while not await self.engine.call(condition):
                 await asyncio.sleep(0)
 
-    async def until_sampled(self, rid: str, tokens: int) -> None:
-        running = self.engine.scheduler.running
-        await self.until(lambda: rid in running and len(running[rid].logprobs) >= tokens)
+    async def frozen(self, rid: str, body: dict[str, Any], tokens: int) -> asyncio.Task[Any]:
+        """A request that has sampled exactly `tokens` tokens on an engine that is paused in place."""
+        scheduler = self.engine.scheduler
+
+        def advance() -> None:
+            scheduler.resume()
+            for _ in range(tokens):
+                scheduler.step()
+            scheduler.pause("in_place")
+
+        await self.engine.call(lambda: scheduler.pause("in_place"))
+        task = asyncio.create_task(self.post("/generate", {**body, "rid": rid}))
+        await self.until(lambda: rid in scheduler.waiting)
+        await self.engine.call(advance)
+        assert len(scheduler.running[rid].logprobs) == tokens
+        return task
 
 
 async def _body(reply: aiohttp.ClientResponse) -> Any:

@@ -31,7 +31,8 @@ class Groups:
     """Groups by name. A call is answered within the timeout and a few seconds."""
 
     def __init__(self, timeout: float) -> None:
-        self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
+        self.timeout = timeout  # seconds
+        self.receiving = 0  # calls that wait for a broadcast now
         self._groups: dict[str, _Group] = {}
 
     async def join(self, order: InitWeightsGroup) -> None:
@@ -42,7 +43,7 @@ class Groups:
             raise GroupError(f"rank_offset {order.rank_offset} must lie in [1, {order.world_size}): rank 0 is the sender")
         self._groups.pop(order.group_name, None)
         try:
-            handle = await self._detached(lambda: _rendezvous(order, self._timeout))
+            handle = await self._detached(lambda: _rendezvous(order, timedelta(seconds=self.timeout)))
         except (RuntimeError, TimeoutError) as e:
             raise GroupError(f"Failed to initialize custom process group: {e}") from None
         self._groups[order.group_name] = _Group(handle)
@@ -57,18 +58,27 @@ class Groups:
         if group is None:
             raise GroupError(f"Group {name} not in {sorted(self._groups)}. Please call `init_weights_update_group` first.")
         async with group.turn:
+            self.receiving += 1
             try:
-                return await self._detached(lambda: _receive(group.handle, size, self._timeout))
+                return await self._detached(lambda: _receive(group.handle, size, timedelta(seconds=self.timeout)))
             except (RuntimeError, TimeoutError) as e:
-                if self._groups.get(name) is group:
-                    del self._groups[name]
+                self._give_up(name, group)
                 raise GroupError(f"Failed to receive weights: {e}") from None
+            except asyncio.CancelledError:  # the sender hung up: the broadcast under way is out of step for good
+                self._give_up(name, group)
+                raise
+            finally:
+                self.receiving -= 1
+
+    def _give_up(self, name: str, group: _Group) -> None:
+        if self._groups.get(name) is group:
+            del self._groups[name]
 
     async def _detached(self, function: Callable[[], T]) -> T:
         """Run in a daemon thread: stopping the engine doesn't wait for a peer that is gone."""
         future: Future[T] = Future()
         threading.Thread(target=_run, args=(future, function), daemon=True, name="weights").start()
-        return await asyncio.wait_for(asyncio.wrap_future(future), self._seconds + 5.0)
+        return await asyncio.wait_for(asyncio.wrap_future(future), self.timeout + 5.0)
 
 
 class _Group:

@@ -88,7 +88,7 @@ class Updates:
 
     async def _receive(self, bucket: UpdateFromDistributed) -> Tensor:
         why, size = buckets.refusal(bucket, self.live), buckets.declared_bytes(bucket)
-        if size is None or size > self.live.size:
+        if size is None or size > max(buckets.SIZES.values()) * self.live.elements:
             raise UpdateError(why)
         try:
             flat = await self._groups.receive(bucket.group_name, size)

@@ -48,9 +48,9 @@ class Weights:
         self.head = self.embed if shape.tied else self._own("lm_head.weight", shape.vocab, shape.hidden)
 
     @property
-    def size(self) -> int:
-        """Bytes of all named tensors."""
-        return sum(t.numel() * t.element_size() for t in self.named.values())
+    def elements(self) -> int:
+        """Numbers in all named tensors."""
+        return sum(t.numel() for t in self.named.values())
 
     def write(self, name: str, value: Tensor) -> None:
         """Copy `value`, of the name's shape, in."""
