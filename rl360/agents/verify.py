@@ -110,13 +110,15 @@ def _read(logs: Path, name: str, started: float) -> Written | None:
         if e.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise _refuse(Cause.FORGED_REWARD, f"{name} is a link or a socket, not a file of the verifier's") from None
         raise
-    with open(fd, "rb") as file:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
             raise _refuse(Cause.FORGED_REWARD, f"{name} is not a plain file with one name")
         if info.st_ctime < started - CLOCK_GRAIN:
             raise _refuse(Cause.FORGED_REWARD, f"{name} was there {started - info.st_ctime:.2f} s before the verifier started")
-        data = file.read(MAX_REWARD_BYTES + 1)
+        data = os.read(fd, MAX_REWARD_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(data) > MAX_REWARD_BYTES:
         raise _refuse(Cause.BAD_REWARD, f"{name} is larger than {MAX_REWARD_BYTES} bytes")
     value = _from_json(data) if name.endswith(".json") else _from_text(data)

@@ -90,6 +90,7 @@ class BwrapSandbox:
         end = time.monotonic() + timeout
         for folder in run.writable.values():
             self._own(folder)
+        self.workdir.chmod(self.workdir.stat().st_mode | 0o711)  # an agent may have closed it to everybody
         place = self._sealed = self._new_place()
         try:
             place.start(run.read_only, {self._inside: self.workdir, **run.writable}, timeout)

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from rl360.agents.sandbox.cgroups import Cgroup
 log = logging.getLogger(__name__)
 
 _SUFFIX: Final = ".lease"
+_NEW: Final = ".new"
 _KILL_SECONDS: Final = 10.0
 
 
@@ -49,11 +49,15 @@ class Lease:
         self.folder = root / name
         self._file = root / f"{name}{_SUFFIX}"
         root.mkdir(parents=True, exist_ok=True)
-        aside = root / f".{name}.new"
-        self._fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.folder.mkdir(mode=0o700)
-        os.rename(aside, self._file)  # a lease that can be seen is locked already
+        aside = root / f".{name}{_NEW}"
+        self._fd = _locked(aside)
+        try:
+            self.folder.mkdir(mode=0o700)
+            os.rename(aside, self._file)  # a lease that can be seen is locked already
+        except OSError:
+            aside.unlink()
+            os.close(self._fd)
+            raise
 
     def open(self, sandbox: str, group: Cgroup | None) -> Path:
         """Record the intent of a sandbox and return its folder, before anything else of it exists."""
@@ -85,14 +89,17 @@ class Lease:
 def sweep(root: Path) -> tuple[str, ...]:
     """Kill and remove every sandbox whose runner is dead; returns their names. Runners at work are left alone."""
     swept: list[str] = []
-    for file in sorted(root.glob(f"*{_SUFFIX}")):
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    for file in sorted((*root.glob(f"*{_SUFFIX}"), *root.glob(f".*{_NEW}"))):
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # given back, or renamed, a moment ago
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
         else:
-            swept += _sweep_lease(root, file.name.removesuffix(_SUFFIX))
+            swept += _sweep_lease(root, file.name.removeprefix(".").removesuffix(_SUFFIX).removesuffix(_NEW))
             file.unlink(missing_ok=True)
         finally:
             os.close(fd)
@@ -116,6 +123,16 @@ def _sweep_lease(root: Path, lease: str) -> list[str]:
             group.remove(deadline)
     remove_tree(folder)
     return [i.sandbox for i in intents]
+
+
+def _locked(path: Path) -> int:
+    """Descriptor of a new file that is ours alone; made again when a sweep took it before it was locked."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
 
 
 def _intent(path: Path) -> Intent | None:
@@ -144,7 +161,25 @@ def remove_tree(folder: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
-        for argv in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", "--one-file-system", str(folder)]):
-            subprocess.run(argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
-        if folder.exists():
-            raise
+        _remove_flattened(folder)
+
+
+def _remove_flattened(folder: Path) -> None:
+    """Lift every folder to the top before it is emptied: no path gets long, and no recursion is needed."""
+    folder.chmod(0o700)
+    lifted = 0
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for below in list(os.scandir(entry.path)):
+                if below.is_dir(follow_symlinks=False):
+                    os.chmod(below.path, 0o700)
+                    lifted += 1
+                    os.rename(below.path, folder / f".lifted-{lifted}-{time.monotonic_ns()}")
+                else:
+                    os.unlink(below.path)
+            os.rmdir(entry.path)
+    folder.rmdir()
