@@ -16,7 +16,7 @@ from torch.nn import functional as F
 class Shape:
     """0.23M parameters, 0.9 MB in float32."""
 
-    vocabulary: int = 704
+    vocabulary: int = 640
     hidden: int = 64
     layers: int = 3
     heads: int = 4
@@ -27,6 +27,7 @@ class Shape:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     init_std: float = 0.04
+    embedding_std: float = 0.1
 
 
 class Attention(nn.Module):
@@ -93,7 +94,8 @@ class Qwen3(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=shape.init_std, generator=generator)
+                embedding = parameter is self.model.embed_tokens.weight
+                nn.init.normal_(parameter, std=shape.embedding_std if embedding else shape.init_std, generator=generator)
 
     def forward(self, ids_bt: Tensor) -> Tensor:
         t = ids_bt.shape[1]

@@ -48,6 +48,14 @@ _SCRIPTS: Final = [
     "cart",
     "bank",
     "grid",
+    "shift",
+    "clock",
+    "stock",
+    "split",
+    "ratio",
+    "quota",
+    "bonus",
+    "audit",
 ]
 _VARIABLES: Final = (("a", "b"), ("x", "y"), ("p", "q"), ("m", "n"), ("u", "v"), ("i", "j"), ("s", "t"), ("h", "k"))
 _SERVICES: Final = ["redis", "mysql", "kafka", "nginx", "auth", "cache", "mail", "search", "proxy", "queue"]

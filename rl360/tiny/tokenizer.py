@@ -1,7 +1,7 @@
 """The starting policy's own small BPE, learned from its demonstrations' text.
 
-Ids 0 to 4 are <|pad|>, <|im_start|>, <|im_end|>, <tool_call>, </tool_call>. Numbers are cut into two digits at most,
-so that a task's values are one token each.
+Ids 0 to 4 are <|pad|>, <|im_start|>, <|im_end|>, <tool_call>, </tool_call>. Every digit is a
+token of its own: copying a number is then copying two of ten well-known tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 PAD, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END = range(5)
 SPECIAL_TOKENS: Final = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
-VOCABULARY: Final = 704
+VOCABULARY: Final = 640
 
-# Numbers, the fixed parts of a tool call's JSON, words with their space, line ends, runs of signs.
-_PIECES: Final = r'\d{1,2}|\{"name": "|", "arguments": \{"|": "|"\}\}| ?[A-Za-z_]+|\n| |[^\sA-Za-z0-9]+'
+# Digits, the fixed parts of a tool call's JSON, words with their space, line ends, runs of signs.
+_PIECES: Final = r'\d|\{"name": "|", "arguments": \{"|": "|"\}\}| ?[A-Za-z_]+|\n| |[^\sA-Za-z0-9]+'
 
 # The same text as rl360.sessions.templates' k2v3, for tools that read a policy folder.
 CHAT_TEMPLATE: Final = r"""

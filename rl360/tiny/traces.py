@@ -44,7 +44,7 @@ class Sloppiness:
 
 CLEAN: Final = Sloppiness()
 SLOPPY: Final = Sloppiness(
-    format_error=0.14, quit_after_error=0.5, skip_read=0.3, early=0.25, wrong=0.2, wrong_again=0.25, skip_test=0.4, give_up=0.4
+    format_error=0.1, quit_after_error=0.5, skip_read=0.3, early=0.2, wrong=0.2, wrong_again=0.25, skip_test=0.3, give_up=0.4
 )
 
 

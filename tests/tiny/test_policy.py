@@ -60,10 +60,9 @@ def test_the_tokenizer_keeps_every_text(template: Template) -> None:
         assert template.tokenizer.decode(template.tokenizer.encode(text)) == text
 
 
-def test_numbers_and_the_submission_are_few_tokens(template: Template) -> None:
+def test_digits_are_single_tokens_and_the_submission_is_two(template: Template) -> None:
     encode = template.tokenizer.encode
-    assert all(len(encode(str(n))) == 1 for n in range(10, 100))
-    assert max(len(template.tokenizer.decode([i])) for i in encode("1234567")) == 2
+    assert [template.tokenizer.decode([i]) for i in encode("1234567")] == list("1234567")
     assert len(encode(SUBMIT)) == 2
 
 
