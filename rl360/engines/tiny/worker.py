@@ -41,7 +41,7 @@ async def main(ctx: WorkerContext) -> None:
     """Serve until `ctx.stop`, or raise what ended the engine's thread."""
     torch.set_num_threads(1)
     generation = f"{ctx.name}-{secrets.token_hex(3)}"
-    engine = Engine(_options(ctx, generation))
+    engine = Engine(options(ctx, generation))
     engine.start()
     runner, port = await serve(engine, HOST, 0)
     try:
@@ -56,7 +56,7 @@ async def main(ctx: WorkerContext) -> None:
         engine.stop()
 
 
-def _options(ctx: WorkerContext, generation: str) -> EngineOptions:
+def options(ctx: WorkerContext, generation: str) -> EngineOptions:
     config = ctx.config
     return EngineOptions(
         model=Path(config.policy.path) if config.policy.path else Path(str(resources.files("rl360.tiny") / "policy")),
