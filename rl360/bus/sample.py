@@ -102,6 +102,11 @@ def encode(value: Sample | Routing) -> bytes:
     return _encoder.encode(value)
 
 
+def encode_into(value: Sample | Routing, buffer: bytearray) -> None:
+    """Encode into `buffer`, which ends up as long as the result. A buffer that is used again saves touching new memory."""
+    _encoder.encode_into(value, buffer)
+
+
 def decode(data: bytes) -> Sample:
     """Read a sample; raises SampleError when the bytes are not one."""
     try:

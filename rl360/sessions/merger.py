@@ -12,9 +12,10 @@ from rl360.bus import sample
 from rl360.bus.codec import Recorded
 from rl360.bus.events import Event, InfraFailed, RoutingDelta, SessionClosed, TrajectoryMerged, TurnCompleted, VerifierResult
 from rl360.bus.payload import Payload
+from rl360.bus.sample import Routing, Sample
 from rl360.sessions.merge import Merged, Unpack, merge_session
 
-Pack = Callable[[bytes], Payload]
+Pack = Callable[[bytearray], Payload]
 
 TYPES: Final[tuple[type[Event], ...]] = (TurnCompleted, RoutingDelta, SessionClosed, VerifierResult, InfraFailed, TrajectoryMerged)
 """What the merger folds, its own events included."""
@@ -44,6 +45,7 @@ class Merger:
 
     def __init__(self, *, pack: Pack, unpack: Unpack, replay: bool, done: frozenset[str] = frozenset()) -> None:
         self._pack, self._unpack, self._replay, self._done = pack, unpack, replay, done
+        self._sample_buffer, self._routing_buffer = bytearray(), bytearray()
         self._sessions: dict[str, dict[str, Pending]] = {}  # attempt: session: what is known
         self._verdicts: dict[str, VerifierResult] = {}  # attempts that wait for the rest of their session
         self._over: set[str] = set()  # attempts that need nothing more
@@ -106,14 +108,18 @@ class Merger:
             format_errors=m.format_errors,
             min_version=m.min_version,
             max_version=m.max_version,
-            sample=self._pack(sample.encode(m.sample)),
-            routing=None if m.routing is None else self._pack(sample.encode(m.routing)),
+            sample=self._packed(m.sample, self._sample_buffer),
+            routing=None if m.routing is None else self._packed(m.routing, self._routing_buffer),
             branches=branches,
             cached_tokens=m.cached_tokens,
             best_cached=m.best_cached,
             prompt_tokens=m.prompt_tokens,
             cut_tokens=m.cut_tokens,
         )
+
+    def _packed(self, value: Sample | Routing, buffer: bytearray) -> Payload:
+        sample.encode_into(value, buffer)
+        return self._pack(buffer)
 
 
 def _nothing(attempt: str) -> Merged:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import tokenizers
+
+_LONG: Final = 4096  # characters
 
 
 class TemplateError(ValueError):
@@ -38,6 +40,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: whatever it spells, no special token comes out."""
+        if len(text) > _LONG:
+            # The batch call lets other threads run meanwhile; the plain one doesn't.
+            return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_marked(self, text: str) -> list[int]:
