@@ -38,9 +38,9 @@ class Relay:
         self._http = aiohttp.ClientSession(auto_decompress=False)
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/v1/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener, shutdown_timeout=0.1).start()
+        await web.SockSite(self._runner, self._listener).start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
