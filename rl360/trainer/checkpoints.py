@@ -23,7 +23,9 @@ import msgspec
 
 FORMAT: Final = 1
 _NAME: Final = "step-{:06d}"
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
+FOLDER: Final = "checkpoints"
+"""Of a run's folder."""
 _WEIGHT_FILES: Final = (".safetensors", ".safetensors.index.json", ".bin")
 
 
@@ -88,8 +90,8 @@ def commit(root: Path, *, step: int, version: int, event: bytes, hf_source: Path
     manifest = Manifest(format=FORMAT, step=step, version=version, event=event, files=files)
     for name in files:
         _sync(written / name)
-    (written / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _sync(written / _MANIFEST)
+    (written / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync(written / MANIFEST)
     final = root / name_of(step)
     if final.exists():  # one that `latest` refused, or the process would not be making this step again
         os.replace(final, _free_name(final))
@@ -163,11 +165,11 @@ def verify(path: Path) -> Checkpoint:
 
 def _manifest(path: Path) -> Manifest:
     try:
-        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except OSError as e:
-        raise CheckpointError(f"checkpoint {path}: no {_MANIFEST} ({e.strerror}): it was never completed; remove the folder") from None
+        raise CheckpointError(f"checkpoint {path}: no {MANIFEST} ({e.strerror}): it was never completed; remove the folder") from None
     except msgspec.MsgspecError as e:
-        raise CheckpointError(f"checkpoint {path}: {_MANIFEST} is damaged ({e}): restore it, or remove the folder") from None
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e}): restore it, or remove the folder") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"checkpoint {path}: format {manifest.format} is not {FORMAT}: use the RL360 version that wrote it")
     return manifest

@@ -96,10 +96,6 @@ class Crew:
         self._rank = Rank(config, folder, 0)
         self._channel = Channel() if config.trainer.dp > 1 else None
 
-    @property
-    def policy_folder(self) -> Path:
-        return self._rank.start
-
     def do(self, command: commands.Command) -> Answer:
         """Carry a command out on all ranks; returns rank 0's answer."""
         if self._channel is not None:

@@ -48,9 +48,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PushOrder:
-    """Bring `engines` (generation: URL) to `version`; `attempt` counts the pushes of that version."""
+    """Bring `engines` (generation: URL) to `version`, made by `step`; `attempt` counts the pushes of that version."""
 
     version: int
+    step: int
     engines: Mapping[str, str]
     attempt: int
 
@@ -66,6 +67,7 @@ class Ledger:
         self._groups: dict[int, int] = {}  # training step -> groups it opened with
         self._decided: dict[int, dict[int, ev.GroupDecided]] = {}
         self._trained: dict[int, ev.StepTrained] = {}
+        self._done = -1
 
     def on(self, recorded: Recorded) -> None:
         event = recorded.event
@@ -74,8 +76,11 @@ class Ledger:
         self._members.on(recorded)
         if isinstance(event, ev.StepOpened) and event.purpose is ev.Purpose.TRAIN:
             self._groups.setdefault(event.step, len(event.groups))
-        elif isinstance(event, ev.GroupDecided) and event.purpose is ev.Purpose.TRAIN:
-            self._decided.setdefault(event.step, {}).setdefault(event.group, event)
+        elif isinstance(event, ev.GroupDecided):
+            if event.purpose is ev.Purpose.EVAL or event.step <= self._done:
+                self._forget(event)
+            else:
+                self._decided.setdefault(event.step, {}).setdefault(event.group, event)
         elif isinstance(event, ev.StepTrained):
             self._trained.setdefault(event.step, event)
 
@@ -103,11 +108,16 @@ class Ledger:
         versions = tuple(range(min(m.min_version for m in merged), max(m.max_version for m in merged) + 1))
         return StepBatch(step, version, refs, weights.divisor, versions, stale)
 
-    def forget(self, step: int) -> None:
-        """The step is trained and its checkpoint kept: drop its samples."""
-        for group in self._decided.pop(step, {}).values():
-            for attempt in group.attempts:
-                self._outcomes.forget_samples(attempt.attempt)
+    def done(self, step: int) -> None:
+        """Steps up to this one are trained and in a checkpoint: their samples are no longer needed."""
+        self._done = max(self._done, step)
+        for old in [s for s in self._decided if s <= self._done]:
+            for group in self._decided.pop(old).values():
+                self._forget(group)
+
+    def _forget(self, group: ev.GroupDecided) -> None:
+        for attempt in group.attempts:
+            self._outcomes.forget_samples(attempt.attempt)
 
     # ------------------------------------------------------------------------------------------------ push
 
@@ -123,7 +133,12 @@ class Ledger:
         new = version > served and (made_by < 0 or self._gate.may_push(made_by))
         target = version if new else served
         engines = {} if target < 0 else self._members.live() if new else self._members.behind(target)
-        return PushOrder(target, engines, self._members.pushes(target) + 1) if engines else None
+        step = made_by if target == version else self._maker(target)
+        return PushOrder(target, step, engines, self._members.pushes(target) + 1) if engines else None
+
+    def _maker(self, version: int) -> int:
+        """The step that made a version; -1: none, it is the starting policy."""
+        return next((step for step, event in self._trained.items() if event.version == version and not event.skipped), -1)
 
 
 def _ref(merged: ev.TrajectoryMerged, advantage: float, weight: float) -> SampleRef:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
@@ -32,7 +32,6 @@ from rl360.trainer.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS: Final = "checkpoints"
 START: Final = 0
 """Version of the starting policy."""
 
@@ -43,9 +42,9 @@ class Answer:
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    metrics: Mapping[str, float] | None = None
-    seconds: Mapping[str, float] | None = None
-    weights: Mapping[str, Tensor] | None = None  # by HF name, in the engines' dtype
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # by HF name, in the engines' dtype
 
 
 class Rank:
@@ -54,9 +53,9 @@ class Rank:
     def __init__(self, config: Config, folder: Path, rank: int) -> None:
         self._config, self._rank = config, rank
         self._blobs = BlobStore(folder / "blobs")
-        self._root = folder / CHECKPOINTS
-        self.start = config.policy.folder
-        self.policy = Policy(ModelSpec.read(self.start), config.trainer, config.sampling.temperature)
+        self._root = folder / checkpoints.FOLDER
+        self._start = config.policy.folder
+        self.policy = Policy(ModelSpec.read(self._start), config.trainer, config.sampling.temperature)
         self._version = START
         self._recomputes = config.trainer.old_policy == "keep_old_actor"
         lags = self._recomputes or LAG[config.run.schedule] > 0
@@ -81,7 +80,7 @@ class Rank:
     # ------------------------------------------------------------------------------------------------ weights
 
     def _restore(self, path: str) -> Answer:
-        self.policy.load_hf(self.start)
+        self.policy.load_hf(self._start)
         self._reference.hold(START, self.policy.parameters())
         if path:
             checkpoint = checkpoints.verify(Path(path))
@@ -107,7 +106,7 @@ class Rank:
     def _weights(self, version: int) -> Mapping[str, Tensor] | None:
         """Weights of an older version by megatron name, from where they lie."""
         if version == START:
-            return hf.as_megatron(self.policy.parameters(), hf.HFWeights(self.start), self.policy.spec, str(self.start))
+            return hf.as_megatron(self.policy.parameters(), hf.HFWeights(self._start), self.policy.spec, str(self._start))
         checkpoint = checkpoints.of_version(self._root, version) if version > START else None
         return None if checkpoint is None else dist_state.load_weights(self.policy, checkpoint)
 

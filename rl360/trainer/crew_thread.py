@@ -1,0 +1,93 @@
+"""The trainer's ranks as the event loop sees them: commands run in one thread, children are watched and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rl360.config import Config
+from rl360.trainer import commands
+from rl360.trainer.distributed import Crew, kill_children, meeting_file, process_groups, start_children
+from rl360.trainer.rank import Answer
+
+T = TypeVar("T")
+
+
+class RankLost(RuntimeError):
+    """A child rank ended: the trainer starts again from its last checkpoint."""
+
+
+class CrewThread:
+    """The `Crew` in its thread, and its child processes. An async context manager."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._executor = ThreadPoolExecutor(1, "trainer")
+        self._inside = ExitStack()  # entered and left in the thread
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    async def __aenter__(self) -> CrewThread:
+        self._meeting = tempfile.TemporaryDirectory(prefix="rl360-ranks-")
+        meeting = Path(self._meeting.name)
+        self._children = start_children(self._config, self._folder, meeting)
+        try:
+            self._crew = await self._call(lambda: self._enter(meeting))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            async with asyncio.timeout(self._config.supervise.drain_seconds):
+                await self._call(self._leave)
+        except TimeoutError:
+            logging.getLogger(__name__).warning("the step in work goes on until the process ends; its checkpoint decides later")
+        finally:
+            self._end()
+
+    def _enter(self, meeting: Path) -> Crew:
+        dp = self._config.trainer.dp
+        torch.set_num_threads(threads(self._config))
+        self._inside.enter_context(process_groups(0, dp, meeting_file(meeting) if dp > 1 else None))
+        return Crew(self._config, self._folder)
+
+    def _leave(self) -> None:
+        if all(child.poll() is None for child in self._children):
+            self._crew.do(commands.Stop())
+            self._inside.close()
+
+    def _end(self) -> None:
+        kill_children(self._children)
+        self._meeting.cleanup()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def do(self, command: commands.Command) -> Answer:
+        """Carry a command out on all ranks. Raises RankLost when a child ended instead."""
+        self.check()
+        return await self._call(lambda: self._crew.do(command))
+
+    def check(self) -> None:
+        """Raises RankLost when a child rank has ended."""
+        for rank, child in enumerate(self._children, start=1):
+            if child.poll() is not None:
+                raise RankLost(f"rank {rank} ended with status {child.returncode}; its log lines stand in the trainer's log")
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def threads(config: Config) -> int:
+    """CPU threads of a rank: two while nothing else runs (`sync` trains between rollouts), else one."""
+    alone = config.run.schedule == "sync" and config.trainer.dp == 1
+    return min(2, os.cpu_count() or 1) if alone else 1
