@@ -1,0 +1,128 @@
+"""A whole run as a user starts it: it learns nothing here, it must end, be whole, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rl360.audit import audit
+from rl360.bus import events as ev
+from rl360.bus.blobs import BlobStore
+from rl360.bus.codec import Recorded
+from rl360.launch import journal_files
+from tests.launch.run_process import SMALL, RunProcess, leftovers, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+RECIPE = "recipes/tiny.toml"
+
+
+def terminal_outcomes(records: list[Recorded]) -> Counter[str]:
+    return Counter(r.event.attempt for r in records if isinstance(r.event, ev.VerifierResult | ev.InfraFailed))
+
+
+async def whole(path: Path, steps: int) -> list[Recorded]:
+    """The journal of a run that ended: every requested attempt ended once, audit clean, nothing left behind."""
+    records = await journal_files.records(path)
+    requested = {r.event.attempt for r in records if isinstance(r.event, ev.RolloutRequested)}
+    late = {r.event.attempt for r in records if isinstance(r.event, ev.LateOutcome)}
+    outcomes = terminal_outcomes(records)
+    assert set(outcomes) == requested
+    assert {a for a, n in outcomes.items() if n > 1} <= late
+    assert audit(records, BlobStore(path / "blobs")) == []
+    assert [r.event.step for r in records if isinstance(r.event, ev.StepTrained)] == list(range(steps))
+    assert leftovers(path) == []
+    return records
+
+
+async def kill_at(run: RunProcess, plan: list[tuple[str, int, type[ev.Event], int]]) -> None:
+    """kill -9 each worker of the plan when the n-th event of a type of a step is in the journal."""
+    due = list(plan)
+    async with run.bus() as bus, bus.reader() as reader:
+        counts: Counter[tuple[int, type[ev.Event]]] = Counter()
+        while due:
+            record = await reader.next(60)
+            assert record is not None, f"nothing happened for 60 s before {due[0]}"
+            kind = type(record.event)
+            counts[record.event.step, kind] += 1
+            for item in [d for d in due if d[1] == record.event.step and d[2] is kind and counts[d[1], kind] == d[3]]:
+                run.kill(item[0])
+                due.remove(item)
+
+
+async def test_a_run_ends_whole_and_says_where_to_look(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    overrides = (*SMALL, "run.steps=2", "tasks.eval_every=1", "run.schedule=one_step")
+    async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
+        status = await run.ended(200)
+    text = run.output.decode()
+    assert status == 0, text
+    assert "step   1  reward/valid_mean" in text and "eval/valid_mean" in text and f"rl360 audit {path}" in text
+    assert (path / "reward.svg").stat().st_size > 1000
+    records = await whole(path, 2)
+    trained = [r.event for r in records if isinstance(r.event, ev.StepTrained) and not r.event.skipped]
+    assert all(t.metrics["logp/delta_max"] < 1e-4 and t.metrics["logp/delta_mean"] < 1e-6 for t in trained)
+
+
+PLANS = {
+    "rollout side": [
+        ("runner0", 0, ev.TurnCompleted, 6),
+        ("session0", 1, ev.TurnCompleted, 6),
+        ("gateway", 2, ev.TurnCompleted, 6),
+        ("engine0", 3, ev.TurnCompleted, 6),
+        ("nats-server", 4, ev.TurnCompleted, 6),
+    ],
+    "deciding side": [
+        ("merger0", 0, ev.TrajectoryMerged, 2),
+        ("filter0", 1, ev.GroupDecided, 1),
+        ("trainer0", 2, ev.GroupDecided, 4),
+        ("scheduler0", 3, ev.RolloutAdmitted, 3),
+        ("membership0", 3, ev.TurnCompleted, 6),
+        ("nats-server", 4, ev.GroupDecided, 2),
+    ],
+}
+
+
+@pytest.mark.parametrize("side", PLANS)
+async def test_kill_9_of_any_worker_loses_and_repeats_nothing(tmp_path: Path, side: str) -> None:
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=5")) as run:
+        await kill_at(run, PLANS[side])
+        status = await run.ended(240)
+    text = run.output.decode()
+    assert status == 0, text
+    for worker in {w for w, *_ in PLANS[side]}:
+        assert f"{worker} ended (killed by signal 9): restart 1 of 8" in text
+    await whole(path, 5)
+
+
+async def test_interrupt_drains_and_resume_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=3")) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.TurnCompleted]) as reader:
+            while (record := await reader.next(60)) and record.event.step < 1:
+                pass
+        run.interrupt()
+        assert await run.ended(60) == 130
+    assert f"rl360 run --resume {path}" in run.output.decode()
+    assert leftovers(path) == []
+    async with running(path, "--resume", str(path), overrides=()) as resumed:
+        assert await resumed.ended(200) == 0, resumed.output.decode()
+    await whole(path, 3)
+
+
+async def test_killed_whole_run_resumes(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=3")) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.VerifierResult]) as reader:
+            while (record := await reader.next(60)) and record.event.step < 1:
+                pass
+        os.killpg(run.process.pid, signal.SIGKILL)
+        await run.ended(30)
+    async with running(path, "--resume", str(path), overrides=()) as resumed:
+        assert await resumed.ended(200) == 0, resumed.output.decode()
+    await whole(path, 3)
