@@ -1,13 +1,12 @@
 """An agent's request body: read, validated, digested, before any state changes (S5). Unknown fields are tolerated and ignored.
 
-Old messages cost a hash of their bytes: a message that the session has seen is not parsed again.
+Old messages cost a comparison of their bytes: what stands where it stood in the last request is not parsed again.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-import blake3
 import msgspec
 
 from rl360.sessions.history import Digest, chained, digest, root
@@ -74,16 +73,19 @@ class _Tool(msgspec.Struct):
 
 
 class Seen(msgspec.Struct):
-    """What a session remembers of raw bytes: their digest to what they mean. Nothing here decides a match by itself."""
+    """The last request of a session: what its bytes were, and what they meant. Nothing here decides a match by itself."""
 
-    messages: dict[bytes, tuple[Digest, Role]] = {}
-    tools: dict[bytes, tuple[Digest, tuple[Tool, ...]]] = {}
+    tools_raw: bytes = b""
+    tools: tuple[Tool, ...] = ()
+    raw: list[bytes] = []
+    roles: list[Role] = []
+    chain: list[Digest] = []
 
 
 class Incoming(msgspec.Struct, frozen=True):
     """A validated request. `chain` and `roles` as `history.match` takes them."""
 
-    raw: list[msgspec.Raw]
+    raw: list[bytes]
     chain: list[Digest]
     roles: list[Role]
     tools: tuple[Tool, ...]
@@ -111,33 +113,30 @@ def read(data: bytes, seen: Seen) -> Incoming:
         raise RequestError(400, code, f"request body: {e}") from None
     if not body.messages:
         raise RequestError(400, "invalid_request", "messages is empty: send the conversation so far", "messages")
-    base, tools = _read_tools(body.tools, seen)
-    known = [_known(raw, i, seen) for i, raw in enumerate(body.messages)]
-    roles: list[Role] = [role for _, role in known]
-    chain = chained(base, (d for d, _ in known))
-    if roles[-1] == "assistant":
+    seen = _follow(body, seen)
+    if seen.roles[-1] == "assistant":
         raise RequestError(400, "invalid_request", "the last message is the assistant's: there is nothing to answer", "messages")
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    return Incoming(body.messages, chain, roles, tools, bool(body.stream), usage)
+    return Incoming(seen.raw, seen.chain, seen.roles, seen.tools, bool(body.stream), usage)
 
 
-def _known(raw: msgspec.Raw, index: int, seen: Seen) -> tuple[Digest, Role]:
-    key = blake3.blake3(raw).digest()
-    found = seen.messages.get(key)
-    if found is None:
-        message = parse_message(raw, index)
-        found = seen.messages[key] = (digest(message), message.role)
-    return found
-
-
-def _read_tools(raw: msgspec.Raw, seen: Seen) -> tuple[Digest, tuple[Tool, ...]]:
-    data = bytes(raw)
-    key = blake3.blake3(data).digest()
-    found = seen.tools.get(key)
-    if found is None:
-        tools = parse_tools(data)
-        found = seen.tools[key] = (root(tools), tools)
-    return found
+def _follow(body: Body, seen: Seen) -> Seen:
+    """Make `seen` the request in `body`. Messages that stand where they stood before keep their meaning without being read."""
+    raw = [bytes(m) for m in body.messages]
+    tools_raw = bytes(body.tools)
+    same = 0
+    if tools_raw == seen.tools_raw:
+        tools = seen.tools
+        while same < min(len(raw), len(seen.raw)) and raw[same] == seen.raw[same]:
+            same += 1
+    else:
+        tools = parse_tools(tools_raw)
+    new = [parse_message(m, i) for i, m in enumerate(raw[same:], same)]
+    start = seen.chain[: same + 1] if same else [root(tools)]
+    chain = start[:-1] + chained(start[-1], (digest(m) for m in new))
+    seen.tools_raw, seen.tools = tools_raw, tools
+    seen.raw, seen.roles, seen.chain = raw, seen.roles[:same] + [m.role for m in new], chain
+    return seen
 
 
 def parse_tools(data: bytes) -> tuple[Tool, ...]:
@@ -153,7 +152,7 @@ def parse_tools(data: bytes) -> tuple[Tool, ...]:
     )
 
 
-def parse_message(raw: msgspec.Raw | bytes, index: int) -> Message:
+def parse_message(raw: bytes, index: int) -> Message:
     """Message `index` of a request. Raises RequestError."""
     where = f"messages[{index}]"
     try:
