@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rl360.engines.tiny import replies
 from rl360.engines.tiny.admission import Limits, refusal, stops
 from rl360.engines.tiny.batching import Scheduler
 from rl360.engines.tiny.groups import Groups
-from rl360.engines.tiny.loop import EngineLoop
+from rl360.engines.tiny.loop import EngineDown, EngineLoop
 from rl360.engines.tiny.model import Model
 from rl360.engines.tiny.requests import Request
 from rl360.engines.tiny.shape import ModelError, read_shape
@@ -77,9 +78,7 @@ class Engine:
         self._pending: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
-        self.loop.start()
-        assert self.loop.ended is not None, "start sets it"
-        self.loop.ended.add_done_callback(self._ended)
+        self.loop.start().add_done_callback(self._ended)
 
     def stop(self) -> None:
         self.loop.stop()
@@ -100,7 +99,8 @@ class Engine:
                 raise Refused(f"Duplicate request ID detected: {request.rid}")
             await done
         except asyncio.CancelledError:
-            self.loop.call(lambda: self.scheduler.cancel(request.rid))
+            with contextlib.suppress(EngineDown):
+                self.loop.call(lambda: self.scheduler.cancel(request.rid))
             raise
         finally:
             self._pending.pop(request.rid, None)

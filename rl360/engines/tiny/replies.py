@@ -56,7 +56,8 @@ def reply(request: Request, asked: GenerateRequest, texts: Texts, generation: st
 def chunk(request: Request, asked: GenerateRequest, texts: Texts, generation: str) -> GenerateChunk:
     """What has been sampled so far, cumulative. Called between two steps, by the engine's thread."""
     output = request.output
-    return GenerateChunk(text=texts.of(output, asked, None), output_ids=output, meta_info=ChunkMeta(finish_reason=None, **_shared(request, asked, generation)))
+    meta = ChunkMeta(finish_reason=None, **_shared(request, asked, generation))
+    return GenerateChunk(text=texts.of(output, asked, None), output_ids=output, meta_info=meta)
 
 
 def _shared(request: Request, asked: GenerateRequest, generation: str) -> dict[str, Any]:
