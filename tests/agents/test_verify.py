@@ -27,7 +27,7 @@ def judge(sandboxes: Sandboxes, task: Task, *commands: str, timeout: float = 10.
     """Let an agent run some commands, then verify."""
     sandbox = sandboxes.start(task)
     for command in commands:
-        sandbox.exec(command, 10)
+        sandbox.exec(command, 2)
     return verdict(sandboxes, sandbox, task, timeout)
 
 
@@ -44,7 +44,7 @@ def refused(sandboxes: Sandboxes, task: Task, *commands: str, timeout: float = 1
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    return make_task(tmp_path / "task")
+    return make_task(tmp_path / "task", toml="[environment]\nmemory_mb = 64\n")
 
 
 # ------------------------------------------------------------------------------------------------ what counts
