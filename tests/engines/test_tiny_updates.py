@@ -12,6 +12,7 @@ import torch
 
 from rl360.engines.checksum import checksum_of, dtype_name
 from rl360.engines.collective import Collective
+from rl360.engines.push import Pusher
 from tests.engines.tiny_models import Oracle, dense, moe, prompt
 from tests.engines.tiny_server import Client, generate_body, tiny_server
 
@@ -246,3 +247,19 @@ async def test_a_paused_engine_takes_a_push_and_goes_on_in_a_new_span(oracle: Or
         truth = torch.cat([old[:6], new[6:]])
         assert float((truth - torch.tensor([row[0] for row in meta["output_token_logprobs"]])).abs().max()) < 1e-5
         assert "kv_versions" not in meta, "the push asked for a flush: every row is by the new weights"
+
+
+async def test_the_pusher_brings_two_engines_to_a_version_and_a_dead_one_does_not_stop_it(oracle: Oracle, other: Oracle) -> None:
+    async with tiny_server(oracle) as one, tiny_server(oracle) as two, Pusher(bucket_bytes=8192, timeout=30.0, call_timeout=5.0) as pusher:
+        engines = {"engine0-a": one.url, "engine1-b": two.url}
+        outcome = await pusher.push(1, other.named(), engines)
+        assert [(r.generation, r.ok, r.error) for r in outcome.results] == [("engine0-a", True, ""), ("engine1-b", True, "")]
+        for client in (one, two):
+            assert await version(client) == "1"
+            assert await held(client) == checksum_of(other.named().items())
+            assert await client.metric("paused") == 0
+            assert (await client.generate(prompt(5), 3))["meta_info"]["weight_version"] == "1"
+        engines["engine1-b"] = "http://127.0.0.1:1"
+        outcome = await pusher.push(2, oracle.named(), engines)
+        assert [(r.generation, r.ok) for r in outcome.results] == [("engine0-a", True), ("engine1-b", False)]
+        assert await held(one) == checksum_of(oracle.named().items())
