@@ -15,6 +15,9 @@ BIG: Final = 256 * 1024
 BIG_TEXT: Final = 8 * 1024
 """Characters of text that take about a millisecond to tokenize."""
 
+BIG_REPLY: Final = 4096
+"""Sampled tokens that take about a millisecond to read as a message."""
+
 
 async def off_loop(call: Callable[[A], T], argument: A, *, size: int, limit: int) -> T:
     """`call(argument)`, in a thread when `size` is above `limit`."""

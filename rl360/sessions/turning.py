@@ -17,7 +17,7 @@ from rl360.sessions.history import Append, Branch, Retry, Rollback, match
 from rl360.sessions.messages import Message
 from rl360.sessions.metrics import Metrics
 from rl360.sessions.names import rid
-from rl360.sessions.offload import BIG, BIG_TEXT, off_loop
+from rl360.sessions.offload import BIG, BIG_REPLY, BIG_TEXT, off_loop
 from rl360.sessions.prompts import Prompt
 from rl360.sessions.recording import Outcome
 from rl360.sessions.requests import Incoming, RequestError, read
@@ -151,7 +151,7 @@ class Turns:
         return {
             "Content-Type": "application/json",
             "X-SMG-Routing-Key": name.session,
-            "traceparent": tracing.traceparent(self._bus.run, name.attempt, f"turn/{name.session}/{prompt.number}"),
+            "traceparent": tracing.traceparent(self._bus.run, name.attempt, f"turn/{prompt.number}"),
             "x-request-id": self._rid(live, prompt, 0),
         }
 
@@ -179,7 +179,8 @@ class Turns:
 
     async def _record(self, live: Live, incoming: Incoming, prompt: Prompt, outcome: Outcome, request_id: str) -> Turn:
         """Publish, then commit. When the journal's answer is lost, so is this copy of the session: the next request rebuilds it."""
-        reply = self._template.parse_reply(outcome.sampled.ids, incoming.tools)
+        ids = outcome.sampled.ids
+        reply = await off_loop(lambda x: self._template.parse_reply(x, incoming.tools), ids, size=len(ids), limit=BIG_REPLY)
         run, blobs = self._bus.run, self._bus.blobs
         event = await recording.turn_event(
             run,
@@ -191,7 +192,7 @@ class Turns:
             format_error=bool(reply.format_error),
         )
         await self._publish(live, event)
-        turn = turn_of(event, prompt.new, outcome.sampled.ids, reply)
+        turn = turn_of(event, prompt.new, ids, reply)
         live.tree.commit(turn)
         if outcome.delta is not None:
             # After the turn: rows that are lost between the two are asked for again with the next turn.

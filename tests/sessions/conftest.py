@@ -20,10 +20,10 @@ from rl360.config import Config, Engine, Policy, Sampling, Sessions
 from rl360.sessions import worker
 from rl360.sessions.client import OpenSession, SessionClient
 from rl360.sessions.names import session_key
-from rl360.sessions.templates import Template, get_template
+from rl360.sessions.templates import Template, get_template, load_tokenizer
 from tests.conftest import free_port
 from tests.sessions.fake_engine import FakeEngine
-from tests.sessions.tokens import policy_folder, tokenizer
+from tests.sessions.tokens import policy_folder
 
 ADMIN = "admin-key"
 BASH = {
@@ -48,6 +48,7 @@ class Rig:
             engine=Engine(request_timeout=2.0),
         )
         self.folder = folder
+        self.gateway = engine.url
         self.client = SessionClient(http, self.url, ADMIN, seconds=5)
         self._task: asyncio.Task[None] | None = None
 
@@ -61,7 +62,7 @@ class Rig:
             config=self.config,
             dir=self.folder,
             bus=self.bus,
-            addresses=Addresses(nats="", gateway=self.engine.url, sessions=(self.url,)),
+            addresses=Addresses(nats="", gateway=self.gateway, sessions=(self.url,)),
             secrets=Secrets(admin=ADMIN),
             stop=asyncio.Event(),
             log=logging.getLogger("session"),
@@ -131,9 +132,9 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 
 @cache
-def proven(name: str) -> Template:
-    """The proof of a fixed template takes a second; it has tests of its own."""
-    return get_template(name, tokenizer())
+def unproven(name: str, folder: Path) -> Template:
+    """A fixed template without its proof, which takes a second and has tests of its own."""
+    return get_template(name, load_tokenizer(folder))
 
 
 @pytest.fixture
@@ -142,12 +143,13 @@ async def make_rig(
 ) -> AsyncIterator[Callable[..., Awaitable[Rig]]]:
     """Start a server with some sections of the recipe replaced."""
     monkeypatch.setattr(worker, "_DRAIN", 0.01)  # `kill` is a kill
-    monkeypatch.setattr(worker, "load_template", lambda config: proven(config.sessions.template))
+    monkeypatch.setattr(worker, "load_template", lambda config: unproven(config.sessions.template, config.policy.folder))
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
-        async def make(*, model: dict[str, Any] | None = None, **sections: Any) -> Rig:
+        async def make(*, gateway: str = "", model: dict[str, Any] | None = None, **sections: Any) -> Rig:
             rig = Rig(bus, engine, http, tmp_path, model or {})
+            rig.gateway = gateway or engine.url
             rig.set(**sections)
             stack.push_async_callback(rig.kill)
             await rig.start()

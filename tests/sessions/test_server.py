@@ -258,7 +258,7 @@ async def test_s5_an_agent_that_hangs_up_finds_its_answer_on_retry(rig: Rig) -> 
 # ---------------------------------------------------------------------------------------------------- S7
 
 
-async def test_s7_truncation_ends_the_session(make_rig: Any) -> None:
+async def test_s7_case21_truncation_ends_the_session(make_rig: Any) -> None:
     rig = await make_rig(sampling=Sampling(max_new_tokens=3, context=512))
     await rig.open()
     rig.engine.script = ["a long reply that is cut off"]
