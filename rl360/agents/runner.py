@@ -38,6 +38,7 @@ ACK_WAIT: Final = 15.0
 """Seconds after which an attempt whose runner went silent is given to another."""
 _BEAT: Final = ACK_WAIT / 4
 _POLL: Final = 0.5
+_SWEEP: Final = 15.0
 _THREADS_A_SLOT: Final = 2  # one for the agent, one for what kills it
 _FINISH_SHARE: Final = 1 / 3  # of the drain: attempts may finish; in the rest the others are taken down
 
@@ -45,18 +46,35 @@ _FINISH_SHARE: Final = 1 / 3  # of the drain: attempts may finish; in the rest t
 async def main(ctx: WorkerContext) -> None:
     """Run attempts until `ctx.stop` is set, then give the unfinished ones back within `supervise.drain_seconds`."""
     root = ctx.dir / "sandboxes"
-    for name in await asyncio.to_thread(sweep, root):
-        ctx.log.warning("swept sandbox %s of a runner that died", name)
+    await _sweep(ctx, root)
     lease = await asyncio.to_thread(Lease, root, f"{ctx.name}-{os.getpid()}-{time.time_ns():x}")
     pool = ThreadPoolExecutor(ctx.config.runners.slots * _THREADS_A_SLOT + 4, thread_name_prefix="attempt")
+    sweeping = asyncio.create_task(_sweep_again(ctx, root))
     try:
         maker = await asyncio.to_thread(SandboxMaker, ctx.config.sandbox, lease, ctx.bus.run)
         async with Sessions(ctx.addresses.sessions, ctx.secrets.admin) as sessions:
             await Runner(ctx, _shop(ctx, lease, maker, sessions, pool)).run()
         await asyncio.to_thread(maker.close)
     finally:
+        sweeping.cancel()
         pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(lease.release)
+        await _sweep(ctx, root)
+
+
+async def _sweep(ctx: WorkerContext, root: Path) -> None:
+    try:
+        for name in await asyncio.to_thread(sweep, root):
+            ctx.log.warning("swept sandbox %s of a runner that died", name)
+    except OSError as e:
+        ctx.log.error("what dead runners left in %s could not be swept, and is tried again: %s", root, e)
+
+
+async def _sweep_again(ctx: WorkerContext, root: Path) -> None:
+    """A child that was just being started can hold a dead runner's lease for a moment, so one sweep is not enough."""
+    while True:
+        await asyncio.sleep(_SWEEP)
+        await _sweep(ctx, root)
 
 
 class Runner:
