@@ -43,11 +43,10 @@ _JOB: Final = "job.json"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child rank is told when it starts. `folder`: the run's; `parent`: process id of rank 0."""
+    """What a child rank is told when it starts. `folder`: the run's."""
 
     config: Config
     folder: str
-    parent: int
 
 
 @contextmanager
@@ -56,8 +55,10 @@ def process_groups(rank: int = 0, world: int = 1, meeting: Path | None = None) -
     if (world > 1) != (meeting is not None):
         raise ValueError("several ranks need a file to meet at; one rank needs none")
     store: Any = dist.HashStore() if meeting is None else dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
+    hook = sys.excepthook
     with platform() as here:
         dist.init_process_group(here.backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE)
+        sys.excepthook = hook  # torch wraps it anew for each group, to prefix every line of an error
         try:
             parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # no part of a step is random; megatron wants a seed
@@ -108,11 +109,10 @@ def start_children(config: Config, folder: Path, meeting: Path) -> list[subproce
 
     Call it from a thread that lives as long as the process: a child dies with the thread that made it.
     """
-    (meeting / _JOB).write_bytes(msgspec.json.encode(Job(config=config, folder=str(folder), parent=os.getpid())))
-    command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting)]
-    return [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, start_new_session=True) for rank in range(1, config.trainer.dp)
-    ]
+    (meeting / _JOB).write_bytes(msgspec.json.encode(Job(config=config, folder=str(folder))))
+    command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting), str(os.getpid())]
+    ranks = range(1, config.trainer.dp)
+    return [subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, start_new_session=True) for rank in ranks]
 
 
 def kill_children(children: list[subprocess.Popen[bytes]]) -> None:
@@ -131,8 +131,6 @@ def meeting_file(meeting: Path) -> Path:
 def rank_main(meeting: Path, rank: int) -> None:
     """A child rank: carry out commands until `Stop`."""
     job = msgspec.json.decode((meeting / _JOB).read_bytes(), type=Job)
-    if os.getppid() != job.parent:
-        return  # rank 0 was gone before this process had asked to die with it
     torch.set_num_threads(1)
     with process_groups(rank, job.config.trainer.dp, meeting_file(meeting)):
         me, channel = Rank(job.config, Path(job.folder), rank), Channel()

@@ -59,7 +59,10 @@ def _import_megatron() -> None:
         with quick, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.core import dist_checkpointing  # noqa: F401 # pyright: ignore[reportUnusedImport]
-            from megatron.core.models.gpt import GPTModel  # noqa: F401 # pyright: ignore[reportUnusedImport]
+            from megatron.core.models.gpt import (
+                GPTModel,  # noqa: F401 # pyright: ignore[reportUnusedImport]
+                gpt_layer_specs,  # noqa: F401 # pyright: ignore[reportUnusedImport]
+            )
             from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401 # pyright: ignore
             from megatron.core.transformer.moe import moe_utils
     except ImportError as e:

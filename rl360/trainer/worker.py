@@ -72,6 +72,15 @@ class Trainer:
 
     async def run(self) -> None:
         """Fold the journal; train and push what is due."""
+        try:
+            await self._follow()
+            await self._drain()
+        finally:
+            if self._training is not None:
+                self._training.cancel()
+                await asyncio.gather(self._training, return_exceptions=True)
+
+    async def _follow(self) -> None:
         async with self._ctx.bus.reader(types=FOLDED) as reader:
             while not self._ctx.stop.is_set():
                 record = await reader.next(timeout=_POLL)
@@ -81,7 +90,6 @@ class Trainer:
                 self._crew.check()
                 if reader.caught_up and self._folded >= self._wait_for:
                     await self._act()
-        await self._drain()
 
     async def _act(self) -> None:
         """What is due now. Training goes on beside the pushes."""
