@@ -154,6 +154,8 @@ class EngineClient:
         return content, worker
 
     def _status(self, status: int, content: bytes) -> Exception:
+        """An error reply. 404 is the gateway's word for having no engine at the moment."""
         text = content[:300].decode(errors="replace")
-        fault = EngineFault(Boundary.ENGINE, Cause.LOST if status >= 500 else Cause.REFUSED, f"HTTP{status}", f"HTTP {status}: {text}")
-        return _Again(fault) if status >= 500 or status in (408, 429) else fault
+        passing = status >= 500 or status in (404, 408, 429)
+        fault = EngineFault(Boundary.ENGINE, Cause.LOST if passing else Cause.REFUSED, f"HTTP{status}", f"HTTP {status}: {text}")
+        return _Again(fault) if passing else fault

@@ -33,6 +33,7 @@ class MergeError(Exception):
 class Merged(msgspec.Struct, frozen=True, kw_only=True):
     """One sample and what is worth knowing of it. Counts are of the turns that this sample trains, so samples of one session add up.
 
+    `cached_tokens` counts what engines held of `best_cached`, not what they shared between sessions beyond it.
     What no sample trains stands on the first one: `dropped_turns` of the session, and the format errors of turns rolled back.
     """
 
@@ -188,7 +189,7 @@ def _merged(path: Sequence[TurnCompleted], trained: set[int], branch: int, array
         format_errors=sum(t.format_error for t in own),
         min_version=int(versions.min()) if len(versions) else _MASKED_VERSION,
         max_version=int(versions.max()) if len(versions) else _MASKED_VERSION,
-        cached_tokens=sum(t.cached_tokens for t in own),
+        cached_tokens=sum(min(t.cached_tokens, t.best_cached) for t in own),
         best_cached=sum(t.best_cached for t in own),
         prompt_tokens=sum(t.prompt_tokens for t in own),
         cut_tokens=whole.prompt_tokens + whole.output_ids.size // 4 - len(arrays),

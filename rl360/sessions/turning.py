@@ -191,7 +191,8 @@ class Turns:
             request_id=request_id or self._rid(live, prompt, 0),
             format_error=bool(reply.format_error),
         )
-        await self._publish(live, event)
+        if await self._publish(live, event):
+            return await self._found(live, prompt)
         turn = turn_of(event, prompt.new, ids, reply)
         live.tree.commit(turn)
         if outcome.delta is not None:
@@ -201,15 +202,25 @@ class Turns:
             live.deltas[prompt.number] = rows
         return turn
 
-    async def _publish(self, live: Live, event: TurnCompleted | RoutingDelta) -> None:
+    async def _publish(self, live: Live, event: TurnCompleted | RoutingDelta) -> bool:
+        """Record an event; True when the journal had one of this name already."""
         try:
-            await self._bus.publish(event, traceparent=tracing.traceparent_of(event))
+            receipt = await (await self._bus.submit(event, traceparent=tracing.traceparent_of(event)))
         except BusError as e:
             self._store.forget(live)
             raise _busy(f"the turn could not be recorded: {e}", Boundary.BUS) from e
         except asyncio.CancelledError:
             self._store.forget(live)
             raise
+        return receipt.duplicate
+
+    async def _found(self, live: Live, prompt: Prompt) -> Turn:
+        """A turn of this number was recorded before: by our own retry, or by another server. The journal's is the one that counts."""
+        self._store.forget(live)
+        turn = (await self._store.get(live.name.session)).tree.by_asked.get(prompt.asked)
+        if turn is None:
+            raise _busy("another server took a turn of this session meanwhile: send the request again", Boundary.SESSION)
+        return turn
 
     def _count(self, turn: Turn, prompt: Prompt, outcome: Outcome, branched: bool) -> None:
         m = self._metrics

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rl360.bus.connection import BusError
 from rl360.bus.events import (
     AgentEnd,
     Receipt,
@@ -101,20 +102,33 @@ async def test_case18_a_truncated_session_is_still_ended_after_a_kill(make_rig: 
 
 
 async def test_a_turn_that_could_not_be_recorded_is_not_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl360.bus.connection import BusError
-
-    publish = rig.bus.publish
+    submit = rig.bus.submit
 
     async def down(*_: Any, **__: Any) -> int:
         raise BusError("no receipt")
 
-    monkeypatch.setattr(rig.bus, "publish", down)
+    monkeypatch.setattr(rig.bus, "submit", down)
     code, body = await rig.chat([USER], request_id="a")
     assert (code, body["error"]["boundary"]) == (503, "bus")
-    monkeypatch.setattr(rig.bus, "publish", publish)
+    monkeypatch.setattr(rig.bus, "submit", submit)
     code, _ = await rig.chat([USER], request_id="a")
     assert code == 200
     assert len(await rig.events(TurnCompleted)) == 1
+
+
+async def test_s1_two_servers_never_record_two_turns_of_one_number(rig: Rig, make_rig: Any) -> None:
+    other = await make_rig()
+    await other.open()
+    _, first = await rig.chat([USER], request_id="a")
+    assert await other.chat([USER], request_id="a") == (200, first)
+    assert len(rig.engine.requests) == 2  # sampled, and thrown away for the journal's
+    await rig.chat([USER, answer_of(first), USER])
+    code, body = await other.chat([USER, answer_of(first), {"role": "user", "content": "else"}])
+    assert (code, body["error"]["boundary"]) == (503, "session")
+    code, _ = await other.chat([USER, answer_of(first), {"role": "user", "content": "else"}])
+    assert code == 200
+    turns = await rig.events(TurnCompleted)
+    assert [(t.turn, t.parent, t.branch) for t in turns] == [(1, 0, 0), (2, 1, 0), (3, 1, 1)]
 
 
 async def test_sessions_of_other_attempts_of_the_group_are_left_alone(rig: Rig) -> None:

@@ -312,11 +312,11 @@ async def test_closing_gives_up_the_call_in_flight(rig: Rig) -> None:
 
 
 async def test_an_engine_that_fails_is_asked_again_under_the_same_id(rig: Rig) -> None:
-    rig.engine.script = [status(500), status(503), "ok"]
+    rig.engine.script = [status(500), status(404, "No worker available"), status(503), "ok"]
     code, _ = await rig.chat([USER])
     assert code == 200
     assert len({r["rid"] for r in rig.engine.requests}) == 1
-    assert [t.retries for t in await rig.events(TurnCompleted)] == [2]
+    assert [t.retries for t in await rig.events(TurnCompleted)] == [3]
 
 
 async def test_an_aborted_reply_is_never_a_turn(rig: Rig) -> None:
