@@ -163,7 +163,10 @@ class Attempt:
     async def _collect(self) -> None:
         self._enter(Phase.COLLECT)
         self._open = False
-        await self._shop.sessions.close(self._session_id, str(self._agent_end), deadline=self._clock.deadline)
+        try:
+            await self._shop.sessions.close(self._session_id, str(self._agent_end), deadline=self._clock.deadline)
+        except InfraError as e:
+            raise InfraError(Boundary.COLLECT, e.cause, e.detail, exception=e.exception) from e
         await self._ended()
 
     async def _kill(self) -> None:

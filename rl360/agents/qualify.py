@@ -58,13 +58,15 @@ def qualify_all(tasks: Iterable[Task], *, sandboxes: Path, cache: Path, config: 
 def _qualify(tasks: Sequence[Task], sandboxes: Path, config: Config) -> list[Qualification]:
     lease = Lease(sandboxes, f"qualify-{os.getpid()}-{time.time_ns():x}")
     try:
-        maker, stage = SandboxMaker(config.sandbox, lease, config.run.name), Stage(lease.folder / "tasks")
+        maker, stage = SandboxMaker(config.sandbox, lease, f"{config.run.name}-qualify"), Stage(lease.folder / "tasks")
 
         def one(number: int, task: Task) -> Qualification:
             return qualify(task, stage.get(task), maker, config, number)
 
         with ThreadPoolExecutor(_WORKERS) as pool:
-            return list(pool.map(one, range(len(tasks)), tasks))
+            results = list(pool.map(one, range(len(tasks)), tasks))
+        maker.close()
+        return results
     finally:
         lease.release()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl360.agents.sandbox.base import LABEL, Sandbox
+from rl360.agents.sandbox.host import detect
 from rl360.agents.sandbox.leases import Lease, labelled
 from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.staging import Stage
@@ -54,4 +55,6 @@ def sandboxes(tmp_path: Path) -> Iterator[Sandboxes]:
         sandbox.close()
     assert made.left() == []
     made.lease.release()
+    if hierarchy := detect().hierarchy:
+        hierarchy.remove_run(RUN)
     assert list(made.root.iterdir()) == []

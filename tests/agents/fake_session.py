@@ -43,6 +43,7 @@ class FakeSession:
     closed: list[tuple[str, str]] = field(default_factory=list)
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
+    refuse_close: bool = False
 
     async def __aenter__(self) -> FakeSession:
         app = web.Application()
@@ -74,6 +75,8 @@ class FakeSession:
         return web.json_response({"session": body["session"], "base_url": self.base_url(body["session"]), "key": f"key-{body['session']}"})
 
     async def _close(self, request: web.Request) -> web.Response:
+        if self.refuse_close:
+            return web.json_response({"error": {"message": "the journal is away"}}, status=503)
         session, reason = request.match_info["id"], (await request.json())["reason"]
         self.closed.append((session, reason))
         return web.json_response({"session": session, "reason": reason, "turns": 1, "branches": 1})

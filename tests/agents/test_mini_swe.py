@@ -181,7 +181,7 @@ async def test_s15_the_agents_clock_ends_a_call_that_hangs(session: FakeSession,
     session.trouble = ["hang"]
     started = time.monotonic()
     assert await run(MiniSwe(given(seconds=0.5))) is AgentEnd.TIMEOUT
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 async def test_s15_cancel_ends_a_call_in_flight_at_once(session: FakeSession, given: Give) -> None:

@@ -198,7 +198,7 @@ async def test_mini_swe_agent_end_to_end(stage: Stage) -> None:
 
 
 async def test_cases_8_the_verdict_stands_although_the_agent_ran_out_of_time(stage: Stage) -> None:
-    await stage.admit(agent=0.7)
+    await stage.admit(agent=2.0)
     async with stage.running(agent={"script": [SOLVE, "sleep 60"], "command_timeout": 50.0}):
         outcome = await stage.verified()
     assert (outcome.reward, outcome.agent_end) == (1.0, AgentEnd.TIMEOUT)
@@ -236,6 +236,16 @@ async def test_s13_a_session_server_that_is_away(stage: Stage) -> None:
     async with stage.running():
         failed = await stage.failed()
     assert (failed.boundary, failed.cause, failed.agent_end) == (Boundary.SESSION, Cause.LOST, None)
+
+
+async def test_s13_a_session_that_cannot_be_closed_is_no_verdict(stage: Stage) -> None:
+    """Its last turns may be missing from the journal, so nothing of it may train."""
+    attempt = await stage.admit(collect=0.5)
+    stage.session.refuse_close = True
+    async with stage.running():
+        failed = await stage.failed()
+    assert (failed.attempt, failed.boundary, failed.cause) == (attempt, Boundary.COLLECT, Cause.LOST)
+    assert failed.agent_end is AgentEnd.SUBMITTED
 
 
 async def test_s13_a_task_that_changed(stage: Stage) -> None:
@@ -322,7 +332,7 @@ async def test_cases_12_a_poison_attempt_is_capped_and_says_so(stage: Stage) -> 
 
 async def test_cases_39_a_stopping_runner_gives_its_attempt_to_another(stage: Stage) -> None:
     attempt = await stage.admit()
-    async with stage.running(agent={"script": ["sleep 60"], "command_timeout": 50.0}, supervise={"drain_seconds": 0.9}) as stop:
+    async with stage.running(agent={"script": ["sleep 60"], "command_timeout": 50.0}, supervise={"drain_seconds": 3.0}) as stop:
         await stage.phase_began(Phase.AGENT, 1)
         stop.set()
     assert stage.nothing_left()

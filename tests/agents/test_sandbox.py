@@ -62,14 +62,14 @@ def test_nothing_of_the_host_is_in_reach(sandbox: Sandbox, tmp_path: Path) -> No
 
 def test_s15_a_command_that_runs_too_long_is_killed_with_its_children(sandbox: Sandbox) -> None:
     started = time.monotonic()
-    result = sandbox.exec("echo begun; sleep 60 & sleep 60", 0.3)
+    result = sandbox.exec("echo begun; sleep 60 & sleep 60", 1.5)
     assert (result.timed_out, result.output) == (True, "begun\n")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert sandbox.exec("cat /proc/[0-9]*/comm | grep -c sleep", 5).output == "0\n"
 
 
 def test_a_command_that_stops_itself_is_killed_all_the_same(sandbox: Sandbox) -> None:
-    assert sandbox.exec("kill -STOP $$; sleep 60", 0.3).timed_out
+    assert sandbox.exec("kill -STOP $$; sleep 60", 1.0).timed_out
     assert sandbox.exec("echo alive", 5).output == "alive\n"
 
 
