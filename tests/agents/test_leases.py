@@ -39,6 +39,30 @@ sandbox.exec("sleep 300", 300)
 """A runner with a daemon and a command under way in a sandbox."""
 
 
+STARTER = """
+import itertools, sys, threading
+from pathlib import Path
+from rl360.agents.sandbox.leases import Lease
+from rl360.agents.sandbox.make import SandboxMaker
+from rl360.agents.staging import Stage
+from rl360.agents.tasks import load_task
+from rl360.config import Sandbox
+
+root, task = Path(sys.argv[1]), load_task(Path(sys.argv[2]))
+lease = Lease(root, "starter")
+maker, staged, numbers = SandboxMaker(Sandbox(), lease, "pytest"), Stage(lease.folder / "tasks").get(task), itertools.count()
+
+def start():
+    for number in numbers:
+        maker.make(f"s{number}", number, task, staged, 10.0).start()
+        print(number, flush=True)
+
+for _ in range(6):
+    threading.Thread(target=start).start()
+"""
+"""A runner that starts sandboxes all the time."""
+
+
 def until(condition: object, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
@@ -71,6 +95,19 @@ def test_cases_39_a_sandbox_ends_with_its_runner_and_a_sweep_removes_the_rest(tm
     assert sweep(root) == ("s0",)
     assert list(root.iterdir()) == []
     assert cgroups("victim.s0") == []
+
+
+def test_cases_40_a_runner_killed_in_the_middle_of_starts_leaves_no_process(tmp_path: Path, task: Task) -> None:
+    root = tmp_path / "sandboxes"
+    argv = [sys.executable, "-c", STARTER, str(root), str(task.dir)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as runner:
+        assert runner.stdout is not None
+        for _ in range(10):
+            assert runner.stdout.readline()
+        runner.send_signal(signal.SIGKILL)
+    until(lambda: labelled(f"{LABEL}=starter/".encode()) == [])  # without a sweep: none waits for a runner that is gone
+    assert len(sweep(root)) >= 10
+    assert list(root.iterdir()) == []
 
 
 def test_cases_39_a_sweep_kills_what_outlives_its_runner(tmp_path: Path, task: Task) -> None:

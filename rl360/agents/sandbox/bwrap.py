@@ -135,6 +135,7 @@ class BwrapSandbox:
             limits=self._limits,
             group=self._group,
             cwd=self._inside,
+            info=self.root / "bwrap.json",
         )
 
     def _own(self, folder: Path) -> None:

@@ -39,9 +39,9 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [listener.fileno
 class Place:
     """Namespaces of one uid with some folders mounted. `label` names it in the environment of its processes."""
 
-    def __init__(self, host: Host, *, label: str, uid: int, limits: Limits, group: Cgroup | None, cwd: str) -> None:
+    def __init__(self, host: Host, *, label: str, uid: int, limits: Limits, group: Cgroup | None, cwd: str, info: Path) -> None:
         self._host, self._label, self._uid = host, label, uid
-        self._limits, self._group, self._cwd = limits, group, cwd
+        self._limits, self._group, self._cwd, self._info = limits, group, cwd, info
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()  # of `_running` and `_killed`
         self._killing = threading.Lock()
@@ -55,13 +55,12 @@ class Place:
         argv += [x for inside, folder in read_only.items() for x in ("--ro-bind", str(folder), inside)]
         argv += ["--remount-ro", "/", "--setenv", LABEL, self._label, "--chdir", self._cwd, "--info-fd", "{info}", "--as-pid-1"]
         argv += [self._host.env, "--ignore-signal=CHLD", self._host.cat]
-        end = time.monotonic() + timeout
         argv = self._host.launcher(self._group, self._limits, argv, inside=False)
         with self._killing:
             if self._killed:
                 raise self._gone()
-            self._space = Space(argv, {"PATH": PATH}, held=True, timeout=timeout)
-            self._space.wait_ready(max(0.0, end - time.monotonic()))
+            # The label is there from the first moment, so a sweep finds it even half-way.
+            self._space = Space(argv, {"PATH": PATH, LABEL: self._label}, self._info, timeout)
 
     def exec(self, argv: Sequence[str], env: Mapping[str, str], timeout: float) -> ExecResult:
         """Run `argv` inside. Raises InfraError when the place is gone."""

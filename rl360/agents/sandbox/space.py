@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from rl360.agents.outcomes import InfraError
@@ -22,53 +23,50 @@ KILL_SECONDS: Final = 10.0
 class Space:
     """A running bwrap. `pid` is the first process of its namespaces, as the host counts."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, held: bool, timeout: float) -> None:
-        """Start it. `argv` must take bwrap's arguments where "{info}" stands for the file descriptor of --info-fd.
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], info: Path, timeout: float) -> None:
+        """Start it and wait until its first process, which must be `cat`, echoes: from then on the place is complete.
 
-        `held`: stdin is a pipe of ours, whose end tells the first process that we are gone.
-        Raises InfraError when bwrap doesn't get as far as making the first process.
+        `argv` takes bwrap's arguments where "{info}" stands for the file descriptor of --info-fd, which is the file
+        `info`: a pipe would kill bwrap half-way, when this process dies, and leave its child waiting for ever.
+        The first process reads from a pipe of ours, whose end tells it that we are gone. Raises InfraError.
         """
-        info_in, info_out = os.pipe()
+        self._pidfd = -1
+        end = time.monotonic() + timeout
+        with info.open("wb") as out:
+            try:
+                self.process = subprocess.Popen(
+                    [a.replace("{info}", str(out.fileno())) for a in argv],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env),
+                    pass_fds=(out.fileno(),),
+                    start_new_session=True,
+                    bufsize=0,
+                )
+            except OSError as e:
+                raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, f"{argv[0]}: {e}", exception=type(e).__name__) from e
+        self._wait_ready(end - time.monotonic())
+        found = _INFO.search(info.read_bytes())
+        assert found is not None  # bwrap writes it before its child goes on
+        self.pid = int(found[1])
         try:
-            self.process = subprocess.Popen(
-                [a.replace("{info}", str(info_out)) for a in argv],
-                stdin=subprocess.PIPE if held else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                pass_fds=(info_out,),
-                start_new_session=True,
-                bufsize=0,
-            )
-        except OSError as e:
-            os.close(info_in)
-            raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, f"{argv[0]}: {e}", exception=type(e).__name__) from e
-        finally:
-            os.close(info_out)
-        try:
-            self.pid = _first_pid(info_in, time.monotonic() + timeout)
-            self._pidfd = os.pidfd_open(self.pid) if self.pid else -1
+            self._pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
-            self._pidfd = -1  # it ended already, and so did all inside
-        finally:
-            os.close(info_in)
-        if not self.pid:
-            said = self._last_words()
-            raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, f"bwrap started no process in {timeout:.1f} s: {said}")
+            return  # it ended already, and so did all inside
 
     @property
     def dead(self) -> bool:
         """The first process is gone, and with it every other."""
         return self._pidfd < 0 or bool(_readable(self._pidfd, 0.0))
 
-    def wait_ready(self, timeout: float) -> None:
-        """Wait until the held first process (`cat`) echoes: from then on the place is complete. Raises InfraError."""
+    def _wait_ready(self, timeout: float) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # what it said instead is read below
             self.process.stdin.write(b"\n")
-        if not _readable(self.process.stdout.fileno(), timeout):
-            self.kill()
+        if not _readable(self.process.stdout.fileno(), max(0.0, timeout)):
+            self._last_words()
             raise InfraError(Boundary.SANDBOX, Cause.TIMEOUT, f"the sandbox was not ready in {timeout:.1f} s")
         said = os.read(self.process.stdout.fileno(), 4096)
         if said != b"\n":
@@ -95,28 +93,15 @@ class Space:
             self._pidfd = -1
 
     def _last_words(self) -> str:
-        """Kill what there is of bwrap and read what it said."""
-        self.process.kill()
-        self.process.wait(KILL_SECONDS)
+        """Kill what there is of it (its whole session, since there is no first process to go by) and read what it said."""
         assert self.process.stdout is not None
-        said = b""
-        if not self.process.stdout.closed:
-            os.set_blocking(self.process.stdout.fileno(), False)
-            said = self.process.stdout.read(4096) or b""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(KILL_SECONDS)
+        os.set_blocking(self.process.stdout.fileno(), False)
+        said = self.process.stdout.read(4096) or b""
         self.close()
         return said.decode(errors="replace").strip() or f"exit status {self.process.returncode}"
-
-
-def _first_pid(info: int, deadline: float) -> int:
-    """Pid that bwrap writes on its info descriptor; 0 when it closes it (or dies) without, or at the deadline."""
-    said = b""
-    while _readable(info, max(0.0, deadline - time.monotonic())):
-        part = os.read(info, 4096)
-        said += part
-        if not part:  # read to the end: bwrap dies of a pipe that is closed while it writes
-            break
-    match = _INFO.search(said)
-    return int(match[1]) if match else 0
 
 
 def _readable(fd: int, seconds: float) -> bool:
