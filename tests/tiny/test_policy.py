@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rl360.sessions.messages import Message, Tool
 from rl360.sessions.prove import prove_append_only
 from rl360.sessions.templates import Template, get_template, load_tokenizer
-from rl360.tiny import policy_folder, warmstart
+from rl360.tiny import policy_folder, tokenizer, warmstart
 from rl360.tiny.conversations import BASH
 from rl360.tiny.qwen3 import Qwen3, Shape
 from rl360.tiny.shell_tasks import SUBMIT
@@ -108,6 +108,11 @@ def test_the_jinja_template_writes_tool_calls_as_k2v3_does(template: Template, h
 
 def test_s2_the_template_only_appends(template: Template) -> None:
     prove_append_only(template)
+
+
+def test_the_shipped_tokenizer_is_the_one_that_warm_start_makes() -> None:
+    shipped = json.loads((policy_folder() / "tokenizer.json").read_text())
+    assert json.loads(tokenizer.train(warmstart.corpus(0)).to_str()) == shipped
 
 
 def test_warm_start_is_deterministic_and_writes_a_loadable_policy(tmp_path: Path) -> None:
