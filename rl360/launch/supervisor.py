@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from rl360 import __version__
+from rl360.agents.sandbox.leases import sweep
 from rl360.bus import events as ev
 from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore, digest_of
@@ -84,6 +85,7 @@ class Supervisor:
         seconds = self.config.supervise.drain_seconds
         await self._end(lambda n: n.startswith("scheduler"), seconds)
         await self._end(lambda n: n.startswith("runner"), seconds)
+        await self._sweep()
         await self._end(lambda n: n != NATS, seconds)
         for task in self._watchers:
             task.cancel()
@@ -97,7 +99,13 @@ class Supervisor:
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*(c.kill() for c in self._children.values()))
+        await self._sweep()
         self._forget()
+
+    async def _sweep(self) -> None:
+        """Remove the sandboxes of runners that had to be killed: no runner is left that would (CASES 39)."""
+        for name in await asyncio.to_thread(sweep, self.folder.path / "sandboxes"):
+            log.warning("swept sandbox %s", name)
 
     async def finish(self, why: str, steps: int) -> None:
         """Record how the run ended."""
