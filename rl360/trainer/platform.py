@@ -10,6 +10,7 @@ Not covered: mixing both in one process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def _import_megatron() -> None:
 
 
 _import_megatron()
+logging.getLogger("megatron").setLevel(logging.WARNING)  # at INFO it lists every parameter
 
 
 class _Ordered:

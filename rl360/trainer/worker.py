@@ -138,7 +138,7 @@ class Trainer:
         if self._ledger.trained(batch.step) is not None:
             self._ctx.log.warning("step %d was made again from the journal: its checkpoint was lost", batch.step)
         await self._publish_once(event)
-        self._alarm(event)
+        self._tell(event)
         self._step = self._made_by = batch.step
         self._version = event.version
         self._ledger.done(batch.step)
@@ -163,14 +163,14 @@ class Trainer:
     def _checkpoint(self, step: int) -> str:
         return "" if step < 0 else f"{checkpoints.FOLDER}/{checkpoints.name_of(step)}"
 
-    def _alarm(self, event: ev.StepTrained) -> None:
-        if event.metrics.get("logp/alarm"):
-            self._ctx.log.error(
-                "step %d: trainer and sampler differ about a token by %.2e (alarm above %.0e): compare weights, positions and dtypes",
-                event.step,
-                event.metrics["logp/delta_max"],
-                self._ctx.config.trainer.logp_alarm,
-            )
+    def _tell(self, event: ev.StepTrained) -> None:
+        """A line in the log, and the alarm on disagreement with the sampler."""
+        log, worst = self._ctx.log, event.metrics.get("logp/delta_max")
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in event.seconds.items())
+        log.info("step %d: version %d from %d samples, loss %.4g; %s", event.step, event.version, event.samples, event.loss, parts)
+        if worst is not None and event.metrics.get("logp/alarm"):
+            limit = self._ctx.config.trainer.logp_alarm
+            log.error("step %d: trainer and sampler differ about a token by %.1e (alarm above %.0e)", event.step, worst, limit)
 
     # ------------------------------------------------------------------------------------------------ push
 

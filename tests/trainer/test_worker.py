@@ -267,27 +267,6 @@ async def test_a_lost_checkpoint_is_made_again_from_the_journal_with_the_same_we
     assert "step-000001" in caplog.text, "the fallback is visible"
 
 
-async def test_a_sample_that_is_not_what_its_event_says_stops_the_step(story, bus, dense_folder, tmp_path):
-    await story.step(0, 0)
-    lie = (await story.all(ev.TrajectoryMerged))[0]
-    bus.blobs.put(b"unused")
-    running = Running(bus, recipe(dense_folder), tmp_path)
-
-    def altered(self: object, ref: object) -> object:
-        raise wire.SampleError(f"{lie.attempt}: altered")
-
-    from rl360.trainer.rank import Rank
-
-    original, Rank._read = Rank._read, altered  # type: ignore[method-assign]
-    try:
-        task = asyncio.create_task(worker.main(running.ctx))
-        with pytest.raises(wire.SampleError, match="altered"):
-            await asyncio.wait_for(task, DEADLINE)
-    finally:
-        Rank._read = original  # type: ignore[method-assign]
-    assert await story.all(ev.StepTrained) == []
-
-
 @pytest.mark.parametrize("old_policy", ["sampler", "keep_old_actor"])
 async def test_s22_tokens_of_an_older_version_are_compared_under_their_own(old_policy, story, bus, dense_folder, tmp_path):
     """one_step: step 1's tokens were sampled by version 0 and train version 1."""
