@@ -45,6 +45,11 @@ def check(sandbox: BwrapSandbox, place: Path) -> None:
     assert sandbox.exec("touch /usr/x", 5).status != 0
     assert sandbox.exec(f"ls {place}", 5).status != 0
     assert sandbox.exec("grep CapEff /proc/self/status", 5).output.split()[1] == "0" * 16
+    with sandbox.listen() as listener:
+        listener.settimeout(10)
+        sandbox.exec(f"echo hi > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}", 5)
+        with listener.accept()[0] as connection:
+            assert connection.recv(3) == b"hi\n"
     sandbox.exec("kill -9 -1; kill -9 1", 5)
     sandbox.exec("bomb() { bomb | bomb & }; bomb; sleep 0.2", 2)
     sandbox.exec("(setsid sleep 60 >/dev/null 2>&1 &)", 5)
