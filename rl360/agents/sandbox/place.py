@@ -46,7 +46,7 @@ class Place:
         self._lock = threading.Lock()  # of `_running` and `_killed`
         self._killing = threading.Lock()
         self._space: Space | None = None
-        self._killed = False
+        self._killed = self._empty = False
 
     def start(self, read_only: Mapping[str, Path], writable: Mapping[str, Path], timeout: float) -> None:
         """Make the namespaces. Raises InfraError."""
@@ -92,14 +92,15 @@ class Place:
     def kill_all(self) -> None:
         """Kill everything inside and see that nothing is left; nothing starts after it. Raises InfraError.
 
-        It waits for a start that is under way, and a second call for the first.
+        It waits for a start that is under way, and a second call for the first; a call after one that failed tries again.
         """
         with self._killing:
             with self._lock:
-                first, self._killed = not self._killed, True  # from here on no command is started
+                self._killed = True  # from here on no command is started
                 running = tuple(self._running)
-            if self._space is not None and first:
+            if self._space is not None and not self._empty:
                 self._kill_space(self._space, running)
+                self._empty = True
 
     def _kill_space(self, space: Space, running: Sequence[subprocess.Popen[bytes]]) -> None:
         for child in running:  # nsenter stops along with a stopped command, and then reaps nothing
