@@ -73,7 +73,7 @@ class BudgetSection(Section, frozen=True, kw_only=True):
     queue: Seconds = 300.0
     setup: Seconds = 30.0
     agent: Seconds = 120.0
-    verify: Seconds = 30.0
+    verify: Seconds = 60.0
     collect: Seconds = 30.0
     margin: Annotated[float, Meta(ge=0)] = 15.0
     outer: Annotated[float, Meta(ge=0)] = 0.0

@@ -313,7 +313,7 @@ reward_range = [0.0, 1.0]
 timeout_sec = 60.0
 
 [verifier]
-timeout_sec = 15.0
+timeout_sec = 60.0
 
 [environment]
 workdir = "/app"
