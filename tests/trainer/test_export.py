@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def trained_run(folder, run) -> tuple[torch.Tensor, list[int]]:
 def test_transformers_loads_it_with_equal_logits(kind, tmp_path, request):
     import transformers
 
-    folder = request.getfixturevalue(kind)
+    folder = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "start"))
     (folder / "tokenizer.json").write_text("{}")
     expected, ids = trained_run(folder, tmp_path / "run")
     used = export_hf(tmp_path / "run", tmp_path / "out")
