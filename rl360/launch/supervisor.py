@@ -159,7 +159,7 @@ class Supervisor:
         return [sys.executable, "-m", "rl360", "worker", kind, "--dir", str(self.folder.path), "--index", str(index)]
 
     async def _start(self, name: str, command: list[str]) -> None:
-        child = Child(name, command, self.folder.path / "logs" / f"{name}.log", env={"OMP_NUM_THREADS": "1"})
+        child = Child(name, command, self.folder.path / "logs" / f"{name}.log", env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
         self._children[name] = child
         await child.start()
         self._record()

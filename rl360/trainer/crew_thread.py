@@ -88,6 +88,10 @@ class CrewThread:
 
 
 def threads(config: Config) -> int:
-    """CPU threads of a rank: two while nothing else runs (`sync` trains between rollouts), else one."""
+    """CPU threads of a rank: two while nothing else runs (`sync` trains between rollouts), else one.
+
+    Two only where OpenMP's threads sleep while they wait for each other: spinning ones make a step five times as slow as soon as
+    another process wants a core.
+    """
     alone = config.run.schedule == "sync" and config.trainer.dp == 1
-    return min(2, os.cpu_count() or 1) if alone else 1
+    return min(2, os.cpu_count() or 1) if alone and os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1
