@@ -94,12 +94,19 @@ class PlainLines:
         self._say = say
         self._told: set[tuple[ev.Purpose, int]] = set()
 
-    def update(self, view: RunView, now: float) -> None:
+    def update(self, view: RunView, now: float, *, over: bool = False) -> None:
+        """Tell what is new. A trained step is told with its push, or without when the run is `over`."""
         for key, step in view.steps.items():
-            ready = step in view.evals() if key[0] is ev.Purpose.EVAL else step.closed_at is not None
-            if ready and key not in self._told:
+            if key not in self._told and _complete(step, over):
                 self._told.add(key)
                 self._say(line(step, now))
+
+
+def _complete(step: StepView, over: bool) -> bool:
+    if step.purpose is ev.Purpose.EVAL:
+        return step.tally.complete
+    pushed = step.push is not None or (step.trained is not None and step.trained.skipped)
+    return step.closed_at is not None and (pushed or over)
 
 
 def line(step: StepView, now: float) -> str:

@@ -119,8 +119,10 @@ class _Run:
             while True:
                 try:
                     await asyncio.sleep(_REFRESH)
-                finally:
-                    lines.update(self._view, time.time())
+                except asyncio.CancelledError:
+                    lines.update(self._view, time.time(), over=True)
+                    raise
+                lines.update(self._view, time.time())
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
             while True:
                 try:
