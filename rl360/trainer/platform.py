@@ -72,8 +72,8 @@ def _import_megatron() -> None:
         cast(Any, moe_utils).te_general_gemm = None  # 0.16.1 reads this name without defining it when Transformer Engine is absent
 
 
-_import_megatron()
 logging.getLogger("megatron").setLevel(logging.WARNING)  # at INFO it lists every parameter
+_import_megatron()
 
 
 class _Ordered:
