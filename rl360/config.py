@@ -122,7 +122,7 @@ class Sessions(Section, frozen=True, kw_only=True):
 
 class Runners(Section, frozen=True, kw_only=True):
     count: Positive = 2
-    slots: Positive = 24  # attempts at once in one runner
+    slots: Positive = 32  # attempts at once in one runner
 
 
 class Engine(Section, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from rl360.bus.events import AgentEnd, Cause
 Json = dict[str, Any]
 
 SUBMIT_MARK: Final = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SUBMIT_COMMAND: Final = f"echo {SUBMIT_MARK}"
 BAD_CALL: Final = "error: invalid tool call"
 NO_OUTPUT: Final = "(no output)"
 TOOLS: Final[list[Json]] = [
@@ -166,12 +167,21 @@ class _Environment:
         self._given, self._parts = given, parts
 
     def execute(self, action: Json, cwd: str = "") -> Json:
-        """Run one command. Raises Submitted when its first line is the agent's mark."""
+        """Run one command. Raises Submitted when its first line is the agent's mark.
+
+        The bare submit command needs no shell to tell what it prints.
+        """
+        if action["command"].strip() == SUBMIT_COMMAND:
+            raise self._submitted("")
         result = self._given.sandbox.exec(action["command"], self._given.config.command_timeout, self._given.env)
         first, _, rest = result.output.lstrip().partition("\n")
         if first.strip() == SUBMIT_MARK and result.status == 0:
-            raise self._parts.Submitted({"role": "exit", "content": rest, "extra": {"exit_status": "Submitted", "submission": rest}})
+            raise self._submitted(rest)
         return {"result": result}
+
+    def _submitted(self, submission: str) -> Exception:
+        extra = {"exit_status": "Submitted", "submission": submission}
+        return self._parts.Submitted({"role": "exit", "content": submission, "extra": extra})
 
     def get_template_vars(self, **kwargs: Any) -> Json:
         return kwargs

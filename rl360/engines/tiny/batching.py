@@ -1,7 +1,8 @@
 """Continuous batching: what runs in the next step. One thread, the engine's, calls everything here.
 
-A step prefills waiting requests if any can be placed, else decodes one token of every running request. Weights change between
-steps only; running requests go on under the new ones, and every token and KV row says which weights made it (CASES 30).
+A step prefills waiting requests, when enough wait or one has waited long enough, else decodes one token of every running request.
+Weights change between steps only; running requests go on under the new ones; every token and KV row says which weights made it
+(CASES 30).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -27,6 +28,10 @@ from rl360.engines.tiny.weights import Weights
 
 PREFILL_TOKENS: Final = 4096
 """New tokens of one prefill step, so that running requests never wait long for their next token."""
+GATHER_STEPS: Final = 4
+"""Decode steps that a request waits for company: a prefill of a few requests costs about what a prefill of one does."""
+GATHER_SHARE: Final = 4
+"""One waiting request for this many running ones is company enough."""
 SHARED_TOKENS: Final = 16
 """A request that shares this much more with one being prefilled than with the cache waits a step and copies it."""
 
@@ -72,6 +77,7 @@ class Scheduler:
         self._on_finish = on_finish
         self._generator = torch.Generator().manual_seed(seed)
         self._batch: _DecodeBatch | None = None
+        self._gathered = 0  # decode steps since a request waits
 
     @property
     def runnable(self) -> bool:
@@ -137,10 +143,16 @@ class Scheduler:
     def step(self) -> None:
         """One forward."""
         self.counters.steps += 1
-        if chosen := self._admit():
+        if self._due() and (chosen := self._admit()):
+            self._gathered = 0
             self._prefill(chosen)
         elif self.running:
+            self._gathered += bool(self.waiting)
             self._decode()
+
+    def _due(self) -> bool:
+        """Whether waiting requests are prefilled now."""
+        return self._gathered >= GATHER_STEPS or GATHER_SHARE * len(self.waiting) >= len(self.running)
 
     def _retract(self) -> None:
         """Back to the queue, ahead of those that never ran; KV is given up, sampled tokens stay."""
