@@ -14,6 +14,7 @@ import msgspec
 from rl360.bus.events import Boundary, Cause
 from rl360.config import Config
 from rl360.engines.contract import GenerateRequest, SamplingParams
+from rl360.sessions.fence import Fence
 from rl360.sessions.offload import BIG, off_loop
 from rl360.sessions.sampled import EngineReply, Refused
 
@@ -85,7 +86,8 @@ def body(ids: bytes, *, rid: str, params: SamplingParams, routed_from: int | Non
 class EngineClient:
     """`POST {gateway}/generate` with retries inside a deadline. Use as an async context manager."""
 
-    def __init__(self, gateway: str, *, deadline: float) -> None:
+    def __init__(self, gateway: str, *, deadline: float, fence: Fence | None = None) -> None:
+        self._fence = fence or Fence()
         self._url = f"{gateway.rstrip('/')}/generate"
         self.deadline = deadline
         self._decoder = msgspec.json.Decoder(EngineReply)
@@ -125,6 +127,8 @@ class EngineClient:
             detail = f"the engine's reply is not the contract's: {e}"
             raise EngineFault(Boundary.ENGINE, Cause.UNKNOWN, type(e).__name__, detail, refused=1) from None
         try:
+            if self._fence.refuses(reply.meta_info.generation):
+                raise Refused(f"engine generation {reply.meta_info.generation} is fenced", again=True)
             return reply, check(reply)
         except Refused as e:
             fault = EngineFault(Boundary.ENGINE, Cause.LOST if e.again else Cause.REFUSED, "Refused", str(e), refused=1)

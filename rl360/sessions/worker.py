@@ -13,6 +13,7 @@ from aiohttp import web
 from rl360.bus.worker import WorkerContext
 from rl360.config import Config
 from rl360.sessions import probe, prove
+from rl360.sessions.fence import Fence, keep
 from rl360.sessions.generate import EngineClient
 from rl360.sessions.metrics import Metrics
 from rl360.sessions.routing import RoutingShape, shape_of
@@ -37,7 +38,11 @@ async def main(ctx: WorkerContext) -> None:
     shape = load_routing(config)
     metrics = Metrics()
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(EngineClient(ctx.addresses.gateway, deadline=config.engine.request_timeout))
+        fence = Fence()
+        folding = asyncio.create_task(keep(fence, ctx.bus, ctx.stop))
+        stack.callback(folding.cancel)
+        client = EngineClient(ctx.addresses.gateway, deadline=config.engine.request_timeout, fence=fence)
+        engine = await stack.enter_async_context(client)
         if shape is not None:
             await probe.expert_rows(engine, template, config, shape, ctx.stop)
         store = Store(ctx.bus, template, _sampling(config), metrics, seconds=config.supervise.drain_seconds)
@@ -53,7 +58,7 @@ async def main(ctx: WorkerContext) -> None:
         place = urlsplit(url)
         await web.TCPSite(runner, place.hostname, place.port, backlog=1024).start()
         ctx.log.info("serving %s with template %s", url, template.name)
-        await _until(ctx.stop, store)
+        await _until(ctx.stop, store, folding)
 
 
 def load_template(config: Config) -> Template:
@@ -85,10 +90,14 @@ def _sampling(config: Config) -> dict[str, float | int]:
     return {"temperature": s.temperature, "max_new_tokens": s.max_new_tokens, "context": s.context}
 
 
-async def _until(stop: asyncio.Event, store: Store) -> None:
-    while not stop.is_set():
-        try:
-            async with asyncio.timeout(_SWEEP):
-                await stop.wait()
-        except TimeoutError:
+async def _until(stop: asyncio.Event, store: Store, folding: asyncio.Task[None]) -> None:
+    """Sweep until `stop`. Raises what ended `folding`: without it a fenced engine could answer."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not stop.is_set():
+            await asyncio.wait({stopping, folding}, timeout=_SWEEP, return_when=asyncio.FIRST_COMPLETED)
+            if folding.done():
+                folding.result()
             store.sweep(asyncio.get_running_loop().time())
+    finally:
+        stopping.cancel()
