@@ -14,7 +14,7 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the `rl360` command; returns the exit status. Errors of input are one line on stderr, status 2."""
-    parser = _parser()
+    parser = build_parser()
     args = parser.parse_args(argv)
     if not hasattr(args, "command"):
         parser.print_help()
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
     parser = argparse.ArgumentParser(prog="rl360", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rl360 {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND")
