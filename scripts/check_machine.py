@@ -6,7 +6,7 @@ import sys
 
 def problems() -> list[str]:
     found: list[str] = []
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  (runs before anything is installed)
         found.append(f"Python {sys.version.split()[0]}: 3.11 or newer is needed (make PYTHON=python3.11 run)")
     if not sys.platform.startswith("linux"):
         found.append(f"{sys.platform}: sandboxes need Linux namespaces; use a Linux machine or virtual machine")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from rl360.agents.lint import lint
 from rl360.agents.qualify import qualify_all
-from rl360.agents.tasks import load_tasks
+from rl360.agents.tasks import Task, load_tasks
 from rl360.config import Config, ConfigError
 from rl360.launch.rundir import RunDir
 
 GENERATED: Final = "tiny_shell"
 """`tasks.source` of the starter tasks, which are generated from `tasks.seed`."""
+_SHOWN: Final = 5
 
 
 async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
@@ -25,8 +27,10 @@ async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
     held_out = load_tasks(root / "eval") if (root / "eval").is_dir() else ()
     if len(train) < config.tasks.groups_per_step:
         raise ConfigError(f"tasks.groups_per_step is {config.tasks.groups_per_step}, but {root / 'train'} holds {len(train)} tasks")
+    chosen = (*train, *held_out)
+    _lint(chosen, say)
     if config.tasks.qualify:
-        chosen, cache = (*train, *held_out), folder.path / "tasks" / "qualified"
+        cache = folder.path / "tasks" / "qualified"
         sandboxes = folder.path / "sandboxes"
         await asyncio.to_thread(lambda: qualify_all(chosen, sandboxes=sandboxes, cache=cache, config=config))
     say(f"tasks: {len(train)} to train on, {len(held_out)} held out{', qualified' if config.tasks.qualify else ''}")
@@ -48,3 +52,11 @@ def _copy(source: Path, out: Path, key: str) -> None:
         raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
     if not out.exists():
         shutil.copytree(source, out, symlinks=True)
+
+
+def _lint(chosen: Sequence[Task], say: Callable[[str], None]) -> None:
+    warnings = [finding.message for task in chosen for finding in lint(task.dir)]
+    for message in warnings[:_SHOWN]:
+        say(f"warning: {message}")
+    if len(warnings) > _SHOWN:
+        say(f"… and {len(warnings) - _SHOWN} more warnings about tasks")
