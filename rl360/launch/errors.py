@@ -6,9 +6,10 @@ from rl360.agents.tasks import TaskError
 from rl360.bus.blobs import BlobError
 from rl360.bus.connection import BusError
 from rl360.config import ConfigError
-from rl360.launch.kinds import MissingExtra
+from rl360.extras import MissingExtra
 from rl360.launch.supervisor import RunFailed
+from rl360.trainer.checkpoints import CheckpointError
 
 
 def input_errors() -> tuple[type[Exception], ...]:
-    return (ConfigError, MissingExtra, BusError, BlobError, TaskError, RunFailed)
+    return (ConfigError, MissingExtra, BusError, BlobError, TaskError, CheckpointError, FileExistsError, RunFailed)

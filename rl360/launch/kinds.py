@@ -10,6 +10,7 @@ import msgspec
 
 from rl360.bus.worker import WorkerContext
 from rl360.config import Config
+from rl360.extras import MissingExtra
 
 Main = Callable[[WorkerContext], Awaitable[None]]
 
@@ -34,10 +35,6 @@ KINDS: Final[dict[str, Kind]] = {
 }
 
 
-class MissingExtra(Exception):
-    """A worker kind needs an extra that is not installed."""
-
-
 def load(kind: str) -> Main:
     """The `main` of a worker kind. Raises MissingExtra naming the extra to install."""
     entry = KINDS[kind]
@@ -46,7 +43,7 @@ def load(kind: str) -> Main:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.startswith("rl360"):
             raise
-        raise MissingExtra(f"worker {kind!r} needs {e.name!r}: pip install 'rl360[{entry.extra or 'laptop'}]'") from None
+        raise MissingExtra(f"worker {kind!r}", e.name, entry.extra or "laptop") from None
     return cast(Main, module.main)
 
 

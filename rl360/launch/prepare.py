@@ -17,6 +17,17 @@ from rl360.launch.rundir import RunDir
 GENERATED: Final = "tiny_shell"
 """`tasks.source` of the starter tasks, which are generated from `tasks.seed`."""
 _SHOWN: Final = 5
+_POLICY_FILES: Final = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def policy(config: Config) -> None:
+    """Refuse a policy folder that lacks a part, before anything is started. Raises ConfigError."""
+    folder = config.policy.folder
+    missing = [name for name in _POLICY_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"policy.path: {folder} lacks {', '.join(missing)}; a policy is a folder in Hugging Face layout (rl360 export makes one)"
+        )
 
 
 async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:

@@ -43,6 +43,7 @@ def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrid
     if recipe is None:
         raise ConfigError("name a recipe (recipes/tiny.toml) or a run to go on with (--resume DIR)")
     config: Config = load(recipe, overrides)
+    prepare.policy(config)
     folder = RunDir(path or new_path(RUNS, config.run.name))
     folder.create(config)
     return folder

@@ -17,19 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 from unittest import mock
 
-
-class MissingExtra(ImportError):
-    """A part of RL360 that isn't installed: the message names the extra to install."""
-
-    def __init__(self, missing: str) -> None:
-        super().__init__(f"the trainer needs {missing}, which is not installed: install rl360[trainer]")
-
+from rl360.extras import MissingExtra
 
 try:
     import torch
     from torch.overrides import TorchFunctionMode
 except ImportError as e:
-    raise MissingExtra(e.name or "torch") from e
+    raise MissingExtra("the trainer", e.name or "torch", "trainer") from e
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ def _import_megatron() -> None:
             from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401 # pyright: ignore
             from megatron.core.transformer.moe import moe_utils
     except ImportError as e:
-        raise MissingExtra(e.name or "megatron-core") from e
+        raise MissingExtra("the trainer", e.name or "megatron-core", "trainer") from e
     if not hasattr(moe_utils, "te_general_gemm"):
         cast(Any, moe_utils).te_general_gemm = None  # 0.16.1 reads this name without defining it when Transformer Engine is absent
 

@@ -19,6 +19,8 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
         (["run", RECIPE, "--set", "trainer.lrr=1"], "did you mean trainer.lr"),
         (["run", RECIPE, "--steps", "0"], "run.steps"),
         (["run", RECIPE, "--resume", "x"], "leave the recipe"),
+        (["run", RECIPE, "--set", "policy.path=none"], "policy.path: none lacks config.json"),
+        (["export", "nowhere", "out"], "nowhere"),
         (["run", "--resume", "nowhere"], "not the folder of a run"),
         (["worker", "trainr", "--dir", "."], "unknown worker kind"),
         (["worker", "filter", "--dir", "nowhere"], "not the folder of a run"),
@@ -56,7 +58,8 @@ def test_damaged_recipe_of_a_run_is_named(tmp_path: Path, capsys: pytest.Capture
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
 
-    from rl360.launch.kinds import MissingExtra, load
+    from rl360.extras import MissingExtra
+    from rl360.launch.kinds import load
 
     real = builtins.__import__
 

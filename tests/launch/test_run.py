@@ -97,6 +97,21 @@ async def test_kill_9_of_any_worker_loses_and_repeats_nothing(tmp_path: Path, si
     await whole(path, 5)
 
 
+async def test_case32_an_engine_that_keeps_dying_stops_the_run_with_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    overrides = (*SMALL, "run.steps=3", "supervise.max_restarts=2")
+    async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.EngineJoined]) as reader:
+            for _ in range(3):
+                assert await reader.next(60) is not None
+                run.kill("engine0")
+        assert await run.ended(60) == 2
+    text = run.output.decode()
+    assert "engine0 ended 3 times" in text and "engine0.log" in text
+    assert "Traceback" not in text
+    assert leftovers(path) == []
+
+
 async def test_interrupt_drains_and_resume_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "run"
     async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=3")) as run:
