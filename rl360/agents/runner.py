@@ -25,7 +25,6 @@ from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.session import Sessions
 from rl360.agents.staging import Stage, Staged
 from rl360.agents.tasks import Task, TaskError, TaskIndex
-from rl360.bus import tracing
 from rl360.bus.client import Delivery
 from rl360.bus.connection import BusError
 from rl360.bus.events import Boundary, Cause, Event, InfraFailed, RolloutAdmitted, VerifierResult, session_id
@@ -120,7 +119,7 @@ class Runner:
         try:
             outcome = await self._outcome(admitted, delivery.recorded.deliveries)
             if outcome is not None:
-                await self._ctx.bus.publish(outcome, traceparent=tracing.traceparent_of(outcome))
+                await self._ctx.bus.publish(outcome)
             await delivery.ack()
         except asyncio.CancelledError:
             await delivery.nak(0.0)
@@ -212,7 +211,7 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
             ctx.log.warning("a phase was not recorded: %s", error)
 
     async def announce(event: Event) -> None:
-        receipt = await ctx.bus.submit(event, traceparent=tracing.traceparent_of(event))
+        receipt = await ctx.bus.submit(event)
         receipt.add_done_callback(not_recorded)
 
     return Shop(

@@ -56,18 +56,18 @@ class Bus:
 
     # ------------------------------------------------------------------------------------------------ write
 
-    async def submit(self, event: ev.Event, *, traceparent: str = "") -> asyncio.Future[PubAck]:
+    async def submit(self, event: ev.Event) -> asyncio.Future[PubAck]:
         """Send an event without waiting for its receipt; the returned future ends with it. The trace context is its attempt's."""
         headers = {
             "Nats-Msg-Id": subjects.msg_id(event),
             "RL360-Schema": str(ev.SCHEMA_VERSION),
-            "traceparent": traceparent or tracing.traceparent_of(event),
+            "traceparent": tracing.traceparent_of(event),
         }
         return await self.publisher.submit(subjects.subject(event), encode(event), headers)
 
-    async def publish(self, event: ev.Event, *, traceparent: str = "") -> int:
+    async def publish(self, event: ev.Event) -> int:
         """Record an event; returns its sequence in the journal. Raises BusError when it could not be recorded."""
-        return (await (await self.submit(event, traceparent=traceparent))).seq
+        return (await (await self.submit(event))).seq
 
     # ------------------------------------------------------------------------------------------------ read
 

@@ -14,7 +14,6 @@ import numpy as np
 from rl360.bus.client import Bus
 from rl360.bus.events import Event, RoutingDelta, SessionClosed, SessionOpened, TurnCompleted
 from rl360.bus.payload import Payload
-from rl360.bus.tracing import traceparent_of
 from rl360.sessions.metrics import Metrics
 from rl360.sessions.names import SessionName, parse_session
 from rl360.sessions.requests import RequestError, Seen
@@ -155,7 +154,7 @@ class Store:
             sampling=self._sampling,
             min_version=min_version,
         )
-        ack = await (await self._bus.submit(event, traceparent=traceparent_of(event)))
+        ack = await (await self._bus.submit(event))
         if ack.duplicate and (live := await self._find(name)) is not None:
             return live  # opened already: by this server's last life, or through another one
         live = self._live.setdefault(name.session, Live(name, min_version))
@@ -174,7 +173,7 @@ class Store:
             turns=len(live.tree.turns),
             branches=live.tree.branches,
         )
-        await self._bus.publish(event, traceparent=traceparent_of(event))
+        await self._bus.publish(event)
         return event
 
     async def _load(self, name: SessionName) -> Live | None:

@@ -205,7 +205,7 @@ class Turns:
     async def _publish(self, live: Live, event: TurnCompleted | RoutingDelta) -> bool:
         """Record an event; True when the journal had one of this name already."""
         try:
-            receipt = await (await self._bus.submit(event, traceparent=tracing.traceparent_of(event)))
+            receipt = await (await self._bus.submit(event))
         except BusError as e:
             self._store.forget(live)
             raise _busy(f"the turn could not be recorded: {e}", Boundary.BUS) from e

@@ -14,7 +14,6 @@ from typing import Final
 from torch import Tensor
 
 from rl360.bus import events as ev
-from rl360.bus import tracing
 from rl360.bus.codec import decode, encode
 from rl360.bus.worker import WorkerContext
 from rl360.engines.push import Pusher
@@ -117,7 +116,7 @@ class Trainer:
             self._ctx.log.warning("stopped in the middle of a step; it is made again")
 
     async def _publish(self, event: ev.Event) -> None:
-        self._wait_for = max(self._wait_for, await self._ctx.bus.publish(event, traceparent=tracing.traceparent_of(event)))
+        self._wait_for = max(self._wait_for, await self._ctx.bus.publish(event))
 
     async def _publish_once(self, event: ev.StepTrained) -> None:
         if self._ledger.trained(event.step) is None:
