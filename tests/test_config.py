@@ -34,7 +34,7 @@ def test_bad_recipe_names_key_and_reason(data: dict, says: str) -> None:
         parse(data)
 
 
-def test_outer_deadline_below_the_phases_is_refused_s15() -> None:
+def test_s15_cases_37_an_outer_deadline_below_the_phases_is_refused() -> None:
     config = parse({})
     b = config.budgets
     total = b.queue + b.setup + b.agent + b.verify + b.collect + b.margin

@@ -97,7 +97,7 @@ async def test_kill_9_of_any_worker_loses_and_repeats_nothing(tmp_path: Path, si
     await whole(path, 5)
 
 
-async def test_case32_an_engine_that_keeps_dying_stops_the_run_with_a_clear_error(tmp_path: Path) -> None:
+async def test_cases_32_an_engine_that_keeps_dying_stops_the_run_with_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "run"
     overrides = (*SMALL, "run.steps=3", "supervise.max_restarts=2")
     async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:

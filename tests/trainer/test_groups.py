@@ -181,7 +181,7 @@ def test_shaping_takes_the_penalty_off_a_pass_with_a_format_error_and_keeps_the_
     assert decide([outcomes[0], outcome(1, 1.0, errors=1)], Rules(format_error_penalty=0.3)).reason == "all_pass"
 
 
-def test_s24_what_is_older_than_the_bound_is_stale_and_leaves_the_valid_set():
+def test_s24_cases_42_what_is_older_than_the_bound_is_stale_and_leaves_the_valid_set():
     outcomes = [outcome(0, 1.0, version=3), outcome(1, 0.0, version=4), outcome(2, 1.0, version=2)]
     decided = decide(outcomes, Rules(max_staleness=1), GroupContext(run=RUN, step=0, trained_on=4))
     assert [a.fate for a in decided.attempts] == [ev.Fate.TRAINED, ev.Fate.TRAINED, ev.Fate.STALE]

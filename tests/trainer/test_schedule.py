@@ -83,7 +83,7 @@ def test_s21_a_step_without_survivors_is_skipped_and_the_next_one_opens(schedule
     assert {e.version for e in journal.of(ev.StepTrained)} == {0}
 
 
-def test_an_attempt_nobody_answers_for_is_given_up_at_its_outer_deadline_and_the_run_goes_on(tmp_path: Path):
+def test_cases_35_36_an_attempt_nobody_answers_for_is_given_up_at_its_outer_deadline_and_the_run_goes_on(tmp_path: Path):
     lost = {"t0-g001-a2", "e0-g500-a0"}
     world = World(config_of(), tmp_path, behaviour=lambda a, rng: None if a.attempt in lost else coin(a, rng))
     world.journal.now = 1e6
