@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -169,7 +169,6 @@ class Push(Section, frozen=True, kw_only=True):
 class Supervise(Section, frozen=True, kw_only=True):
     max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
     drain_seconds: Seconds = 15.0
-    min_engines: Positive = 1
 
 
 class Telemetry(Section, frozen=True, kw_only=True):
@@ -302,13 +301,5 @@ def _check(c: Config, where: str) -> None:
         refuse("agent.command", 'names the agent of agent.harness = "openai_url": that harness needs it, no other takes it')
     if c.agent.script and c.agent.harness != "scripted":
         refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
-    if c.supervise.min_engines > c.engine.count:
-        refuse("supervise.min_engines", f"must not exceed engine.count ({c.engine.count})")
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
         refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
-
-
-def literal_values(section: type[Section], key: str) -> tuple[str, ...]:
-    """Allowed values of a Literal key, for help texts."""
-    hint = get_type_hints(section)[key]
-    return cast(tuple[str, ...], get_args(hint)) if get_origin(hint) is Literal else ()

@@ -102,7 +102,7 @@ class Bus:
         """Events up to sequence `end` (default: the newest now), in order, each once."""
         last = end if end is not None else await self.last_seq()
         async with self.reader(types=types, step=step, group=group, start=start, start_time=start_time) as reader:
-            while not (reader.caught_up):
+            while not reader.caught_up:
                 record = await reader.next(timeout=30.0)
                 if record is None or record.seq > last:
                     return

@@ -68,14 +68,6 @@ class Machine(Protocol):
         ...
 
 
-class TickingMachine(Machine, Protocol):
-    """A machine that also decides by time (deadlines, waves)."""
-
-    def on_tick(self, now: float) -> Sequence[ev.Event]:
-        """Called when caught up, with unix seconds; say which events are due."""
-        ...
-
-
 async def react(
     bus: Bus,
     machine: Machine,
@@ -85,7 +77,10 @@ async def react(
     tick: float = 0.0,
     on_tick: Callable[[float], Sequence[ev.Event]] | None = None,
 ) -> None:
-    """Run a machine over the journal until `stop` is set. `types` must include the types that it emits."""
+    """Run a machine over the journal until `stop` is set. `types` must include the types that it emits.
+
+    `on_tick(now)` is for what is decided by time (deadlines, waves): called every `tick` seconds when caught up, with unix seconds.
+    """
     outbox = Outbox(bus)
     async with bus.reader(types=types) as reader:
         next_tick = 0.0
