@@ -105,6 +105,19 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int = -1
 
 
+class OfAttempt(Event, frozen=True, kw_only=True):
+    """About one attempt."""
+
+    attempt: str
+    group: int
+
+
+class OfSession(OfAttempt, frozen=True, kw_only=True):
+    """About one life of an attempt."""
+
+    session: str
+
+
 # ------------------------------------------------------------------------------------------------ run and step
 
 
@@ -167,9 +180,9 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
         return self.queue + self.setup + self.agent + self.verify + self.collect + self.margin
 
 
-class RolloutRequested(Event, frozen=True, kw_only=True):
-    attempt: str
-    group: int
+class Rollout(OfAttempt, frozen=True, kw_only=True):
+    """What an attempt is to do."""
+
     index: int
     task: str
     digest: str
@@ -177,25 +190,21 @@ class RolloutRequested(Event, frozen=True, kw_only=True):
     purpose: Purpose = Purpose.TRAIN
 
 
-class RolloutAdmitted(Event, frozen=True, kw_only=True):
-    attempt: str
-    group: int
-    index: int
-    task: str
-    digest: str
-    budgets: Budgets
+class RolloutRequested(Rollout, frozen=True, kw_only=True):
+    """The step asks for this attempt."""
+
+
+class RolloutAdmitted(Rollout, frozen=True, kw_only=True):
+    """A runner may start it."""
+
     wave: int
     admitted: float
     node: str = ""
-    purpose: Purpose = Purpose.TRAIN
 
 
-class RolloutPhase(Event, frozen=True, kw_only=True):
+class RolloutPhase(OfSession, frozen=True, kw_only=True):
     """A phase of an attempt ended (or, with `end` None, began)."""
 
-    attempt: str
-    group: int
-    session: str
     phase: Phase
     start: float
     end: float | None = None
@@ -205,19 +214,13 @@ class RolloutPhase(Event, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------ sessions
 
 
-class SessionOpened(Event, frozen=True, kw_only=True):
-    attempt: str
-    group: int
-    session: str
+class SessionOpened(OfSession, frozen=True, kw_only=True):
     template: str
     sampling: dict[str, float | int]
     min_version: int = 0
 
 
-class SessionClosed(Event, frozen=True, kw_only=True):
-    attempt: str
-    group: int
-    session: str
+class SessionClosed(OfSession, frozen=True, kw_only=True):
     reason: str
     turns: int  # highest turn number published, over all branches
     branches: int = 1
@@ -231,12 +234,9 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class TurnCompleted(Event, frozen=True, kw_only=True):
+class TurnCompleted(OfSession, frozen=True, kw_only=True):
     """One model call. Token arrays are little-endian: ids int32, log-probs float32."""
 
-    attempt: str
-    group: int
-    session: str
     turn: int  # 1, 2, ... in the order of commitment within the session
     branch: int
     parent: int  # turn that this one continues; 0 = none. A turn that is nobody's ancestor was rolled back
@@ -259,12 +259,9 @@ class TurnCompleted(Event, frozen=True, kw_only=True):
     history: str = ""  # digest of the messages that this turn answers: how a rebuilt session knows them (S4, S5)
 
 
-class RoutingDelta(Event, frozen=True, kw_only=True):
+class RoutingDelta(OfSession, frozen=True, kw_only=True):
     """Expert choices of rows [first, first + rows) of a session (S9, S10)."""
 
-    attempt: str
-    group: int
-    session: str
     turn: int
     first: int
     rows: int
@@ -290,10 +287,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     written_at: float
 
 
-class VerifierResult(Event, frozen=True, kw_only=True):
-    attempt: str
-    group: int
-    session: str
+class VerifierResult(OfSession, frozen=True, kw_only=True):
     reward: float
     low: float
     high: float
@@ -304,12 +298,9 @@ class VerifierResult(Event, frozen=True, kw_only=True):
     teardown_error: str = ""
 
 
-class InfraFailed(Event, frozen=True, kw_only=True):
+class InfraFailed(OfSession, frozen=True, kw_only=True):
     """A typed failure. There is no reward field, so it can't be averaged in as a 0 (S12)."""
 
-    attempt: str
-    group: int
-    session: str
     boundary: Boundary
     cause: Cause
     exception: str
@@ -321,12 +312,9 @@ class InfraFailed(Event, frozen=True, kw_only=True):
     teardown_error: str = ""
 
 
-class TrajectoryMerged(Event, frozen=True, kw_only=True):
+class TrajectoryMerged(OfSession, frozen=True, kw_only=True):
     """One sample: one branch of the session of a finished attempt (S6). `sample` holds a packed `Sample`."""
 
-    attempt: str
-    group: int
-    session: str
     branch: int
     tokens: int
     sampled: int
@@ -454,12 +442,9 @@ class WorkerRestarted(Event, frozen=True, kw_only=True):
     resumed: int = 0
 
 
-class LateOutcome(Event, frozen=True, kw_only=True):
+class LateOutcome(OfSession, frozen=True, kw_only=True):
     """A terminal outcome that came after the first one of its attempt: counted, changes nothing (S16)."""
 
-    attempt: str
-    group: int
-    session: str
     kind: str
     first_seq: int
 
