@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -197,6 +197,9 @@ class Config(Section, frozen=True, kw_only=True):
     telemetry: Telemetry = Telemetry()
 
 
+S = TypeVar("S", bound=Section)
+
+
 def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a recipe, apply `a.b=value` overrides, check everything."""
     try:
@@ -208,19 +211,24 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
     for item in overrides:
-        _override(data, item)
+        override(data, item)
     return parse(data, where=str(path))
 
 
 def parse(data: dict[str, Any], where: str = "recipe") -> Config:
     """Typed config of a parsed TOML document."""
-    _refuse_unknown(data, Config, where, ())
-    try:
-        config = msgspec.convert(data, Config)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"{where}: {_readable(str(e))}") from None
+    config = convert(data, Config, where)
     _check(config, where)
     return config
+
+
+def convert(data: dict[str, Any], kind: type[S], where: str) -> S:
+    """A section of a parsed document. Raises ConfigError naming an unknown key and the nearest valid one, or a wrong value."""
+    _refuse_unknown(data, kind, where, ())
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where}: {_readable(str(e))}") from None
 
 
 def to_toml_data(config: Config) -> dict[str, Any]:
@@ -228,7 +236,8 @@ def to_toml_data(config: Config) -> dict[str, Any]:
     return cast(dict[str, Any], msgspec.to_builtins(config))
 
 
-def _override(data: dict[str, Any], item: str) -> None:
+def override(data: dict[str, Any], item: str) -> None:
+    """Put `section.key=value` into a parsed document. Raises ConfigError."""
     key, eq, value = item.partition("=")
     if not eq or not key:
         raise ConfigError(f"--set {item!r}: write it as section.key=value")

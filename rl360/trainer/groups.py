@@ -61,7 +61,7 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class Verdict:
     """An attempt seen by itself. `fate` None: it is valid."""
 
     attempt: str
@@ -79,9 +79,9 @@ def decide_group(spec: ev.GroupSpec, outcomes: Sequence[AttemptOutcome], rules: 
     """
     if len({o.attempt for o in outcomes}) != spec.attempts or len(outcomes) != spec.attempts:
         raise ValueError(f"group {spec.group} of step {context.step}: {len(outcomes)} outcomes, {spec.attempts} attempts")
-    verdicts = [_judge(o, rules, context) for o in outcomes]
+    verdicts = [judge(o, rules, context) for o in outcomes]
     valid = [v for v in verdicts if v.fate is None]
-    reason = EVAL if context.purpose is ev.Purpose.EVAL else _why_dropped(verdicts, outcomes)
+    reason = EVAL if context.purpose is ev.Purpose.EVAL else why_dropped(verdicts, outcomes)
     result = None if reason else advantages([v.reward for v in valid if v.reward is not None], std=rules.advantage_std)
     share = {} if result is None else dict(zip((v.attempt for v in valid), result.values, strict=True))
     return ev.GroupDecided(
@@ -98,22 +98,23 @@ def decide_group(spec: ev.GroupSpec, outcomes: Sequence[AttemptOutcome], rules: 
     )
 
 
-def _judge(outcome: AttemptOutcome, rules: Rules, context: GroupContext) -> _Verdict:
+def judge(outcome: AttemptOutcome, rules: Rules, context: GroupContext) -> Verdict:
+    """One attempt: valid, masked or stale, and with what reward (S12, S14, S24)."""
     terminal = outcome.terminal
     if isinstance(terminal, ev.InfraFailed):
-        return _Verdict(outcome.attempt, None, None, ev.Fate.MASKED, f"{terminal.boundary}/{terminal.cause}")
+        return Verdict(outcome.attempt, None, None, ev.Fate.MASKED, f"{terminal.boundary}/{terminal.cause}")
     raw = terminal.reward
     if not (math.isfinite(raw) and terminal.low <= raw <= terminal.high):  # not a reward, whoever wrote it (S12)
-        return _Verdict(outcome.attempt, None, None, ev.Fate.MASKED, f"{ev.Boundary.VERIFIER}/{ev.Cause.BAD_REWARD}")
+        return Verdict(outcome.attempt, None, None, ev.Fate.MASKED, f"{ev.Boundary.VERIFIER}/{ev.Cause.BAD_REWARD}")
     if outcome.sampled == 0:
-        return _Verdict(outcome.attempt, raw, None, ev.Fate.MASKED, EMPTY)
+        return Verdict(outcome.attempt, raw, None, ev.Fate.MASKED, EMPTY)
     policing, rule = rules.policing(terminal.agent_end)
     if policing == "mask":
-        return _Verdict(outcome.attempt, raw, None, ev.Fate.MASKED, rule)
+        return Verdict(outcome.attempt, raw, None, ev.Fate.MASKED, rule)
     reward, note = (terminal.low, rule) if policing == "zero" else (_shaped(outcome, terminal, rules), "")
     if context.purpose is ev.Purpose.TRAIN and staleness(outcome, context.trained_on) > rules.max_staleness:
-        return _Verdict(outcome.attempt, raw, reward, ev.Fate.STALE, f"{staleness(outcome, context.trained_on)} versions behind")
-    return _Verdict(outcome.attempt, raw, reward, None, note)
+        return Verdict(outcome.attempt, raw, reward, ev.Fate.STALE, f"{staleness(outcome, context.trained_on)} versions behind")
+    return Verdict(outcome.attempt, raw, reward, None, note)
 
 
 def _shaped(outcome: AttemptOutcome, terminal: ev.VerifierResult, rules: Rules) -> float:
@@ -127,7 +128,7 @@ def staleness(outcome: AttemptOutcome, trained_on: int) -> int:
     return trained_on - min(m.min_version for m in outcome.merged if m.sampled)
 
 
-def _why_dropped(verdicts: Sequence[_Verdict], outcomes: Sequence[AttemptOutcome]) -> str:
+def why_dropped(verdicts: Sequence[Verdict], outcomes: Sequence[AttemptOutcome]) -> str:
     """ "" for a group that trains: at least two valid attempts whose rewards disagree (S18)."""
     pairs = zip(verdicts, outcomes, strict=True)
     valid = [(v, o.terminal) for v, o in pairs if v.fate is None and isinstance(o.terminal, ev.VerifierResult)]
@@ -141,7 +142,7 @@ def _why_dropped(verdicts: Sequence[_Verdict], outcomes: Sequence[AttemptOutcome
     return ev.DropReason.ALL_PASS if all(t.reward == t.high for _, t in valid) else ev.DropReason.NO_DISAGREEMENT
 
 
-def _decision(verdict: _Verdict, advantage: float | None, reason: str) -> ev.AttemptDecision:
+def _decision(verdict: Verdict, advantage: float | None, reason: str) -> ev.AttemptDecision:
     return ev.AttemptDecision(
         attempt=verdict.attempt,
         fate=verdict.fate or (ev.Fate.DROPPED if reason else ev.Fate.TRAINED),

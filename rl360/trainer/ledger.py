@@ -6,44 +6,23 @@ is made again when the checkpoint was lost, with the same result, and published 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from rl360 import config
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
-from rl360.config import Config
 from rl360.engines import membership
 from rl360.engines.membership import Membership
 from rl360.trainer import progress
 from rl360.trainer.batch import plan_batch
-from rl360.trainer.commands import SampleRef, Train
-from rl360.trainer.groups import survivors
+from rl360.trainer.commands import Train
 from rl360.trainer.outcomes import OUTCOME_TYPES, Outcomes
 from rl360.trainer.progress import PushGate
-from rl360.trainer.reduction import token_weights
+from rl360.trainer.step_batch import StepBatch, make_batch
 
 FOLDED: Final[tuple[type[ev.Event], ...]] = tuple(dict.fromkeys((*progress.FOLDED, *OUTCOME_TYPES, ev.GroupDecided, *membership.FOLDS)))
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """All that a step trains on. No refs: the step is skipped (S21), and `why` says the reason."""
-
-    step: int
-    version: int  # of the weights that it starts from
-    refs: tuple[SampleRef, ...]
-    divisor: float
-    versions: tuple[int, ...]  # that tokens may have
-    stale: tuple[str, ...]  # samples dropped at consumption (S24)
-    why: str = ""
-
-    def command(self, *, dp: int, microbatch_tokens: int) -> Train:
-        """The step as all ranks get it."""
-        plan = plan_batch(self.refs, dp=dp, microbatch_tokens=microbatch_tokens)
-        ranks = tuple(tuple(m.samples for m in rank) for rank in plan.ranks)
-        return Train(version=self.version, ranks=ranks, divisor=self.divisor, versions=self.versions)
 
 
 @dataclass(frozen=True)
@@ -59,7 +38,7 @@ class PushOrder:
 class Ledger:
     """Fold of `FOLDED`, in journal order."""
 
-    def __init__(self, run: str, config: Config) -> None:
+    def __init__(self, run: str, config: config.Config) -> None:
         self._config = config
         self._outcomes = Outcomes()
         self._gate = PushGate(config.run.schedule, config.run.steps)
@@ -95,18 +74,7 @@ class Ledger:
         decided = self._decided.get(step, {})
         if step not in self._groups or len(decided) < self._groups[step]:
             return None
-        oldest = version - self._config.trainer.max_staleness
-        chosen = survivors(decided.values(), self._outcomes)
-        fresh = [s for s in chosen if s.merged.min_version >= oldest]
-        stale = tuple(f"{s.merged.attempt}/{s.merged.branch}" for s in chosen if s.merged.min_version < oldest)
-        if not fresh:
-            return StepBatch(step, version, (), 0.0, (), stale, _why(decided.values(), stale))
-        trainer = self._config.trainer
-        merged = [s.merged for s in fresh]
-        weights = token_weights(merged, trainer.loss_reduction, trainer.loss_constant)
-        refs = tuple(_ref(s.merged, s.advantage, w) for s, w in zip(fresh, weights.weights, strict=True))
-        versions = tuple(range(min(m.min_version for m in merged), max(m.max_version for m in merged) + 1))
-        return StepBatch(step, version, refs, weights.divisor, versions, stale)
+        return make_batch(step, version, decided.values(), self._outcomes, self._config.trainer)
 
     def done(self, step: int) -> None:
         """Steps up to this one are trained and in a checkpoint: their samples are no longer needed."""
@@ -141,21 +109,8 @@ class Ledger:
         return next((step for step, event in self._trained.items() if event.version == version and not event.skipped), -1)
 
 
-def _ref(merged: ev.TrajectoryMerged, advantage: float, weight: float) -> SampleRef:
-    return SampleRef(
-        attempt=merged.attempt,
-        branch=merged.branch,
-        tokens=merged.tokens,
-        sampled=merged.sampled,
-        advantage=advantage,
-        sample=merged.sample,
-        routing=merged.routing,
-        weight=weight,
-    )
-
-
-def _why(decided: Iterable[ev.GroupDecided], stale: tuple[str, ...]) -> str:
-    reasons = Counter(group.reason for group in decided if not group.kept)
-    if stale:
-        reasons["stale at consumption"] += len(stale)
-    return "no sample survived: " + ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
+def command(batch: StepBatch, *, dp: int, microbatch_tokens: int) -> Train:
+    """The step as all ranks get it."""
+    plan = plan_batch(batch.refs, dp=dp, microbatch_tokens=microbatch_tokens)
+    ranks = tuple(tuple(m.samples for m in rank) for rank in plan.ranks)
+    return Train(version=batch.version, ranks=ranks, divisor=batch.divisor, versions=batch.versions)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl360.bus import events as ev
-from rl360.bus.blobs import digest_of
-from rl360.trainer.ledger import StepBatch
+from rl360.trainer.step_batch import StepBatch
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def trained(run: str, batch: StepBatch, measured: Measured, *, checkpoint: str, 
         metrics={**measured.metrics, "logp/alarm": float(alarm)},
         seconds=dict(measured.seconds),
         checkpoint=checkpoint,
-        sample_digests=tuple(ref.sample.digest or digest_of(ref.sample.inline or b"") for ref in batch.refs),
+        sample_digests=batch.digests,
     )
 
 

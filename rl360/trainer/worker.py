@@ -19,8 +19,9 @@ from rl360.bus.worker import WorkerContext
 from rl360.engines.push import Pusher
 from rl360.trainer import checkpoints, commands, step_events
 from rl360.trainer.crew_thread import CrewThread
-from rl360.trainer.ledger import FOLDED, Ledger, PushOrder, StepBatch
+from rl360.trainer.ledger import FOLDED, Ledger, PushOrder, command
 from rl360.trainer.rank import START
+from rl360.trainer.step_batch import StepBatch
 
 _POLL: Final = 0.5
 _MEGABYTE: Final = 1_000_000
@@ -145,7 +146,7 @@ class Trainer:
     async def _optimize(self, batch: StepBatch) -> ev.StepTrained:
         """One optimizer step and its checkpoint. The event is the journal's own when the step is made again."""
         trainer = self._ctx.config.trainer
-        answer = await self._crew.do(batch.command(dp=trainer.dp, microbatch_tokens=trainer.microbatch_tokens))
+        answer = await self._crew.do(command(batch, dp=trainer.dp, microbatch_tokens=trainer.microbatch_tokens))
         started = time.perf_counter()
         await self._crew.do(commands.Save(batch.step))
         seconds = {**answer.seconds, "save": time.perf_counter() - started}

@@ -7,7 +7,7 @@ import pytest
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.trainer.commands import decode, encode
-from rl360.trainer.ledger import FOLDED, Ledger
+from rl360.trainer.ledger import FOLDED, Ledger, command
 from tests.trainer.world import RUN, World, config_of, failed, trajectory, verified
 
 
@@ -90,10 +90,10 @@ def test_s24_what_is_too_stale_at_consumption_is_dropped_and_named():
 def test_s21_the_command_gives_every_rank_equally_many_microbatches_and_survives_the_wire():
     ledger = Ledger(RUN, config_of())
     feed(ledger, opened(), *over(), decided())
-    command = ledger.batch(0, 0).command(dp=3, microbatch_tokens=8)
-    assert [len(rank) for rank in command.ranks] == [1, 1, 1]
-    assert sorted(ref.attempt for rank in command.ranks for m in rank for ref in m) == ["t0-g000-a0", "t0-g000-a1"]
-    assert decode(encode(command)) == command
+    train = command(ledger.batch(0, 0), dp=3, microbatch_tokens=8)
+    assert [len(rank) for rank in train.ranks] == [1, 1, 1]
+    assert sorted(ref.attempt for rank in train.ranks for m in rank for ref in m) == ["t0-g000-a0", "t0-g000-a1"]
+    assert decode(encode(train)) == train
 
 
 # ------------------------------------------------------------------------------------------------ push
