@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -171,6 +171,25 @@ class Supervise(Section, frozen=True, kw_only=True):
     drain_seconds: Seconds = 15.0
 
 
+FaultKind = Literal["sandbox_kill", "sandbox_hang", "verifier_break", "verifier_hang", "engine_kill", "engine_hang"]
+
+
+class Fault(Section, frozen=True, kw_only=True):
+    """An outage on cue, for drills: at training step `step` it strikes `fraction` of the attempts, or of the engines.
+
+    Whom it strikes follows from the seed and the names (`rl360.agents.faults`); what it does is real.
+    """
+
+    step: NonNegative
+    kind: FaultKind
+    fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    domain: str = ""  # only attempts at tasks of this domain; empty: any
+
+    @property
+    def of_engines(self) -> bool:
+        return self.kind.startswith("engine_")
+
+
 class Telemetry(Section, frozen=True, kw_only=True):
     otlp_endpoint: str = ""  # http://host:4318; empty: no export
 
@@ -195,6 +214,7 @@ class Config(Section, frozen=True, kw_only=True):
     push: Push = Push()
     supervise: Supervise = Supervise()
     telemetry: Telemetry = Telemetry()
+    faults: tuple[Fault, ...] = ()
 
 
 S = TypeVar("S", bound=Section)
@@ -265,6 +285,16 @@ def _refuse_unknown(data: dict[str, Any], struct: type[Section], where: str, pat
         below = hints[key]
         if isinstance(below, type) and issubclass(below, Section) and isinstance(value, dict):
             _refuse_unknown(cast(dict[str, Any], value), below, where, (*path, key))
+        elif (item := _section_of(below)) and isinstance(value, list):
+            for number, entry in enumerate(cast(list[Any], value)):
+                if isinstance(entry, dict):
+                    _refuse_unknown(cast(dict[str, Any], entry), item, where, (*path, f"{key}[{number}]"))
+
+
+def _section_of(hint: Any) -> type[Section] | None:
+    """The section that a list of sections ([[key]] in TOML) is made of."""
+    arguments = get_args(hint)
+    return arguments[0] if arguments and isinstance(arguments[0], type) and issubclass(arguments[0], Section) else None
 
 
 def _full(key: str, here: Collection[str], path: tuple[str, ...]) -> str:
@@ -273,7 +303,8 @@ def _full(key: str, here: Collection[str], path: tuple[str, ...]) -> str:
 
 def _elsewhere(key: str) -> list[str]:
     """A key that exists in another section under the same name."""
-    return [f"{s}.{key}" for s, t in get_type_hints(Config).items() if key in get_type_hints(t)][:1]
+    sections = {s: t for s, t in get_type_hints(Config).items() if isinstance(t, type)}
+    return [f"{s}.{key}" for s, t in sections.items() if key in get_type_hints(t)][:1]
 
 
 def _readable(message: str) -> str:
@@ -312,3 +343,19 @@ def _check(c: Config, where: str) -> None:
         refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
         refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
+    for number, fault in enumerate(c.faults):
+        if why := _fault_problem(c, fault):
+            refuse(f"faults[{number}].{why[0]}", why[1])
+
+
+def _fault_problem(c: Config, fault: Fault) -> tuple[str, str] | None:
+    """The key of a fault that can't strike, and why."""
+    if fault.step >= c.run.steps:
+        return "step", f"{fault.step} is never reached: run.steps is {c.run.steps}, steps count from 0"
+    if fault.of_engines and fault.domain:
+        return "domain", "has no effect on engines: take it out"
+    if fault.kind == "sandbox_kill" and c.sandbox.kind != "bwrap":
+        return "kind", 'sandbox_kill needs sandbox.kind = "bwrap": plain processes have no first process that holds the rest'
+    if fault.kind == "sandbox_hang" and c.agent.harness == "openai_url":
+        return "kind", "sandbox_hang can't be told from the agent's own hang when the agent itself runs in the sandbox (openai_url)"
+    return None

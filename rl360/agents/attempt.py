@@ -50,7 +50,7 @@ _STOPPING_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shop:
-    """What a runner lends to each of its attempts. `sandbox_of` makes a sandbox, unstarted, for a session of a task."""
+    """What a runner lends to each of its attempts. `sandbox_of` makes a sandbox, unstarted, for a session."""
 
     run: str
     node: str
@@ -59,7 +59,7 @@ class Shop:
     up: float  # unix seconds
     sessions: Sessions
     find_task: Callable[[str, str], tuple[Task, Staged]]
-    sandbox_of: Callable[[str, Task, Staged, float], Sandbox]
+    sandbox_of: Callable[[RolloutAdmitted, str, Task, Staged, float], Sandbox]
     harness_of: Callable[[Assignment], Harness]
     scratch: Path
     pool: Executor
@@ -118,7 +118,7 @@ class Attempt:
         task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
         session = await self._shop.sessions.open(self._admitted, self._session_id, deadline=self._clock.deadline)
         self._open = True
-        self._sandbox = sandbox = self._shop.sandbox_of(self._session_id, task, staged, self._left())
+        self._sandbox = sandbox = self._shop.sandbox_of(self._admitted, self._session_id, task, staged, self._left())
         await self._in_thread(sandbox.start, Boundary.SANDBOX)
         await self._ended()
         self._enter(Phase.AGENT)

@@ -16,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from rl360.agents import faults
 from rl360.agents.attempt import Attempt, Outcome, Shop
 from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.sandbox.faulty import FaultySandbox
 from rl360.agents.sandbox.leases import Lease, sweep
 from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.session import Sessions
@@ -27,7 +29,7 @@ from rl360.agents.staging import Stage, Staged
 from rl360.agents.tasks import Task, TaskError, TaskIndex
 from rl360.bus.client import Delivery
 from rl360.bus.connection import BusError
-from rl360.bus.events import Boundary, Cause, Event, InfraFailed, RolloutAdmitted, VerifierResult, session_id
+from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, Purpose, RolloutAdmitted, VerifierResult, session_id
 from rl360.bus.publisher import PubAck
 from rl360.bus.worker import WorkerContext
 from rl360.config import Agent
@@ -198,13 +200,38 @@ def task_finder(index: TaskIndex, stage: Stage) -> Callable[[str, str], tuple[Ta
     return find
 
 
+def _fault_maker(ctx: WorkerContext, loop: asyncio.AbstractEventLoop) -> Callable[[RolloutAdmitted, str, Task, Sandbox], Sandbox]:
+    """Gives a sandbox back as it is, or with the fault that the recipe has for its attempt."""
+    plan, seed = ctx.config.faults, ctx.config.run.seed
+
+    def faulty(admitted: RolloutAdmitted, session: str, task: Task, sandbox: Sandbox) -> Sandbox:
+        if admitted.purpose is not Purpose.TRAIN:
+            return sandbox
+        number = faults.of_attempt(plan, seed=seed, step=admitted.step, attempt=admitted.attempt, domain=task.domain)
+        if number is None:
+            return sandbox
+        kind = plan[number].kind
+        event = FaultInjected(
+            run=ctx.bus.run, step=admitted.step, attempt=admitted.attempt, group=admitted.group, fault=number, kind=kind, target=session
+        )
+        return FaultySandbox(sandbox, kind, lambda: _wait_published(ctx, loop, event))
+
+    return faulty
+
+
+def _wait_published(ctx: WorkerContext, loop: asyncio.AbstractEventLoop, event: Event) -> None:
+    asyncio.run_coroutine_threadsafe(ctx.bus.publish(event), loop).result()
+
+
 def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessions, pool: ThreadPoolExecutor) -> Shop:
     scratch = lease.folder / "runner"
     scratch.mkdir()
     numbers = itertools.count()
 
-    def sandbox_of(session: str, task: Task, staged: Staged, timeout: float) -> Sandbox:
-        return maker.make(session, next(numbers), task, staged, timeout)
+    faulty = _fault_maker(ctx, asyncio.get_running_loop())
+
+    def sandbox_of(admitted: RolloutAdmitted, session: str, task: Task, staged: Staged, timeout: float) -> Sandbox:
+        return faulty(admitted, session, task, maker.make(session, next(numbers), task, staged, timeout))
 
     def not_recorded(receipt: asyncio.Future[PubAck]) -> None:
         if not receipt.cancelled() and (error := receipt.exception()):

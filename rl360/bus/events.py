@@ -449,6 +449,16 @@ class LateOutcome(OfSession, frozen=True, kw_only=True):
     first_seq: int
 
 
+class FaultInjected(Event, frozen=True, kw_only=True):
+    """A fault of the recipe's plan strikes: published before it does, so that nobody takes it for an outage."""
+
+    fault: int  # its place in the recipe's list
+    kind: str
+    target: str  # the session, or the engine's worker, that is struck
+    attempt: str | None = None
+    group: int | None = None
+
+
 AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a line keeps diffs small)
     RunStarted,
     RunFinished,
@@ -474,6 +484,7 @@ AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a li
     EngineFenced,
     WorkerRestarted,
     LateOutcome,
+    FaultInjected,
 ]
 
 EVENT_TYPES: dict[str, type[Event]] = {t.__name__: t for t in AnyEvent.__args__}  # type: ignore[attr-defined]

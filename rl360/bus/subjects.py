@@ -48,10 +48,15 @@ def subject(event: ev.Event) -> str:
     group = getattr(event, "group", None)
     return pattern(
         event.run,
-        step=NONE if event.step < 0 else str(event.step),
+        step=step_token(event.step),
         type_=type(event).__name__,
         group=NONE if group is None else f"{group:03d}",
     )
+
+
+def step_token(step: int) -> str:
+    """A step as a subject says it."""
+    return NONE if step < 0 else str(step)
 
 
 def pattern(run: str, *, step: str = ANY, type_: str = ANY, group: str = ANY) -> str:
@@ -88,6 +93,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "EngineFenced": ("generation",),
     "WorkerRestarted": ("worker", "restarts", "resumed"),
     "LateOutcome": ("session", "kind"),
+    "FaultInjected": ("fault", "target"),
 }
 """Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""
 

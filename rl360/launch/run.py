@@ -13,6 +13,7 @@ from typing import Final
 from rich.console import Console
 from rich.live import Live
 
+from rl360.agents import faults
 from rl360.bus import events as ev
 from rl360.config import Config, ConfigError, load
 from rl360.dash.fold import RunView
@@ -62,6 +63,8 @@ class _Run:
 
     async def main(self) -> int:
         self.say(f"run {self._folder.config.run.name} in {self._folder.path}")
+        if self._folder.config.faults:
+            self.say(faults.warning(self._folder.config.faults))
         await prepare.tasks(self._folder, self.say)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

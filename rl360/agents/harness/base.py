@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.base import ExecResult, Sandbox
 from rl360.agents.staging import Staged
 from rl360.agents.tasks import Task
-from rl360.bus.events import AgentEnd
+from rl360.bus.events import AgentEnd, Boundary, Cause
 from rl360.config import Agent
 
 DEADLINE: Final = "RL360_DEADLINE"
 """Environment variable of every command: the agent's deadline in unix seconds (S15)."""
+
+PROBE_SECONDS: Final = 5.0
+"""A sandbox in which `true` takes longer has hung. Nothing that an agent left running inside slows it that much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,17 @@ class Assignment:
     def env(self) -> Mapping[str, str]:
         """What every command of the agent's is told."""
         return {DEADLINE: f"{self.deadline:.3f}"}
+
+    def command(self, text: str) -> ExecResult:
+        """Run a command of the agent's for at most `agent.command_timeout` seconds.
+
+        One that ran out of them may be the agent's doing; a sandbox in which not even `true` ends is not (S13, S14).
+        Raises InfraError for the sandbox's failures.
+        """
+        result = self.sandbox.exec(text, self.config.command_timeout, self.env)
+        if result.timed_out and self.sandbox.exec("true", PROBE_SECONDS).timed_out:
+            raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the sandbox hangs: `true` did not end in {PROBE_SECONDS:g} s")
+        return result
 
 
 class Harness(Protocol):

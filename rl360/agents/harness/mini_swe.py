@@ -173,7 +173,7 @@ class _Environment:
         """
         if action["command"].strip() == SUBMIT_COMMAND:
             raise self._submitted("")
-        result = self._given.sandbox.exec(action["command"], self._given.config.command_timeout, self._given.env)
+        result = self._given.command(action["command"])
         first, _, rest = result.output.lstrip().partition("\n")
         if first.strip() == SUBMIT_MARK and result.status == 0:
             raise self._submitted(rest)

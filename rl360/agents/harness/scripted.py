@@ -67,7 +67,7 @@ class Scripted:
         self._messages.append({k: v for k, v in said.items() if v is not None})
 
     def _command(self, command: str) -> None:
-        result = self._given.sandbox.exec(command, self._given.config.command_timeout, self._given.env)
+        result = self._given.command(command)
         self._messages.append({"role": "user", "content": observation(result, self._given.config.observation_limit)})
 
     def _solution(self) -> str:
