@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,8 @@ from rl360.trainer.agreement import Agreement
 from rl360.trainer.batch import PackedBatch
 from rl360.trainer.loss import LossSums, Objective, add_up, policy_loss
 from rl360.trainer.model import OutputRows, build_model, transformer_config
-from rl360.trainer.spec import ModelSpec
+from rl360.trainer.replay_router import RouterReplay
+from rl360.trainer.spec import ModelError, ModelSpec
 
 T = TypeVar("T")
 
@@ -70,10 +72,13 @@ class Policy:
         self.objective = Objective.of(trainer)
         self._temperature = temperature
         self._device = torch.device(torch.cuda.current_device())
-        self._config = transformer_config(spec)
+        self._config = transformer_config(spec, trainer)
         data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         model = build_model(spec, self._config)
         self._output_rows = OutputRows(model)
+        if trainer.routing_replay and spec.experts is None:
+            raise ModelError("the policy has no experts to replay: set trainer.routing_replay = false")
+        self._replay = RouterReplay(model, recomputed=trainer.recompute == "full") if trainer.routing_replay else None
         self._model = DistributedDataParallel(self._config, data_parallel, model)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(  # pyright: ignore[reportAttributeAccessIssue]
             _optimizer_config(trainer), [self._model], use_gloo_process_groups=False
@@ -134,9 +139,42 @@ class Policy:
         `version`: of the weights that the step starts from. `old_logprobs`, `ref_logprobs`: of each microbatch, see `policy_loss`.
         Raises PolicyError when the gradient is not finite.
         """
+        agreement = Agreement()
+        started = time.perf_counter()
+        sums, maxima = self._accumulate(batches, divisor, agreement, version, old_logprobs, ref_logprobs)
+        ready = time.perf_counter()
+        _, norm, _ = cast(Any, self.optimizer).step()
+        if norm is None or not math.isfinite(float(norm)):
+            raise PolicyError(f"gradient norm is {norm}: the step is lost; the trainer goes on from its last checkpoint")
+        seconds = {"forward_backward": ready - started, "optimizer": time.perf_counter() - ready}
+        return StepResult(float(norm), sums, maxima, agreement, seconds)
+
+    def gradient(
+        self,
+        batches: Sequence[PackedBatch],
+        divisor: float,
+        *,
+        version: int,
+        old_logprobs: Sequence[Tensor] | None = None,
+        ref_logprobs: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """The gradient that `step` would clip and apply, float32 [parameters of this rank] on the CPU. Weights stay as they are."""
+        self._accumulate(batches, divisor, Agreement(), version, old_logprobs, ref_logprobs)
+        flat = [cast(Tensor, cast(Any, p).main_grad).detach().flatten().to("cpu", torch.float32) for _, p in self.parameters()]
+        return torch.cat(flat)
+
+    def _accumulate(
+        self,
+        batches: Sequence[PackedBatch],
+        divisor: float,
+        agreement: Agreement,
+        version: int,
+        old_logprobs: Sequence[Tensor] | None,
+        ref_logprobs: Sequence[Tensor] | None,
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Leave the summed gradient in the buffers; returns sums and maxima of this rank's microbatches."""
         nothing = [None] * len(batches)
         given = iter(zip(old_logprobs or nothing, ref_logprobs or nothing, strict=True))
-        agreement = Agreement()
 
         def loss(batch: PackedBatch, scores: Scores) -> tuple[Tensor, LossSums]:
             old, ref = next(given)
@@ -144,16 +182,9 @@ class Policy:
             result = policy_loss(scores.logprobs, batch, self.objective, old_logprobs=old, ref_logprobs=ref, entropy=scores.entropy)
             return result.total / divisor, result
 
-        started = time.perf_counter()
         self._model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums, maxima = add_up(self._run(batches, loss, backward=True))
-        ready = time.perf_counter()
-        _, norm, _ = cast(Any, self.optimizer).step()
-        if norm is None or not math.isfinite(float(norm)):
-            raise PolicyError(f"gradient norm is {norm}: the step is lost; the trainer goes on from its last checkpoint")
-        seconds = {"forward_backward": ready - started, "optimizer": time.perf_counter() - ready}
-        return StepResult(float(norm), sums, maxima, agreement, seconds)
+        return add_up(self._run(batches, loss, backward=True))
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[[PackedBatch, Scores], tuple[Tensor, T]], *, backward: bool) -> list[T]:
         """Send microbatches through the model; `finish` makes the loss and what is kept of each."""
@@ -162,22 +193,27 @@ class Policy:
             batch = next(batches)
             rows = _rows_with_target(batch)
             self._output_rows.ask(rows)
-            logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=_packed(batch))
+            with nullcontext() if self._replay is None else self._replay.forward(batch.experts):
+                logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=_packed(batch))
             return logits, partial(score, batch, rows)
 
         def score(batch: PackedBatch, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, T]:
             loss, kept = finish(batch, self._scores(logits[0], batch, rows))
             return loss.float(), torch.tensor(0, dtype=torch.int), kept
 
-        return self._forward_backward(
-            forward_step_func=forward,
-            data_iterator=(batch.to(self._device) for batch in batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=1,  # real lengths are in the batches
-            micro_batch_size=1,
-            forward_only=not backward,
-        )
+        try:
+            return self._forward_backward(
+                forward_step_func=forward,
+                data_iterator=(batch.to(self._device) for batch in batches),
+                model=[self._model],
+                num_microbatches=len(batches),
+                seq_length=1,  # real lengths are in the batches
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+        finally:
+            if self._replay is not None:
+                self._replay.forget()
 
     def _scores(self, logits: Tensor, batch: PackedBatch, rows: Tensor) -> Scores:
         """Of `logits` [rows, vocab], at the sampling temperature."""

@@ -25,7 +25,7 @@ from rl360.trainer.agreement import Agreement
 from rl360.trainer.batch import Microbatch, PackedBatch, TrainSample, pack, train_sample
 from rl360.trainer.commands import SampleRef, Train
 from rl360.trainer.copies import WeightCopies
-from rl360.trainer.loss import merge_sums
+from rl360.trainer.loss import Objective, merge_sums
 from rl360.trainer.policy import Policy, StepResult
 from rl360.trainer.progress import LAG
 from rl360.trainer.spec import ModelSpec
@@ -56,6 +56,7 @@ class Rank:
         self._root = folder / checkpoints.FOLDER
         self._start = config.policy.folder
         self.policy = Policy(ModelSpec.read(self._start), config.trainer, config.sampling.temperature)
+        self._replays = self.policy.spec.experts.routing if config.trainer.routing_replay and self.policy.spec.experts else None
         self._version = START
         self._recomputes = config.trainer.old_policy == "keep_old_actor"
         lags = self._recomputes or LAG[config.run.schedule] > 0
@@ -126,11 +127,11 @@ class Rank:
 
     def _train(self, train: Train) -> Answer:
         started = time.perf_counter()
-        batches = [pack(Microbatch(tuple(map(self._read, refs)))) for refs in train.ranks[self._rank]]
+        batches = self._batches(train)
         loaded = time.perf_counter()
         agreement = Agreement()
         old = self._old_logprobs(batches, train, agreement)
-        ref = self._reference.score(self.policy, batches, START) if self._config.trainer.kl_coef else None
+        ref = self._ref_logprobs(batches)
         scored = time.perf_counter()
         result = self.policy.step(batches, train.divisor, version=train.version, old_logprobs=old, ref_logprobs=ref)
         self._version = train.version + 1
@@ -139,8 +140,24 @@ class Rank:
         seconds = {"load": loaded - started, "old_logprobs": scored - loaded, **result.seconds}
         return _answer(result, agreement, _Staleness.of(batches, train.version), train.divisor, seconds)
 
+    def gradient(self, train: Train, objective: Objective) -> Tensor:
+        """What `Train` would hand to the optimizer under `objective`, float32 [parameters]; nothing changes. For replays."""
+        batches = self._batches(train)
+        old, ref = self._old_logprobs(batches, train, Agreement()), self._ref_logprobs(batches)
+        own, self.policy.objective = self.policy.objective, objective
+        try:
+            return self.policy.gradient(batches, train.divisor, version=train.version, old_logprobs=old, ref_logprobs=ref)
+        finally:
+            self.policy.objective = own
+
+    def _batches(self, train: Train) -> list[PackedBatch]:
+        return [pack(Microbatch(tuple(map(self._read, refs)))) for refs in train.ranks[self._rank]]
+
+    def _ref_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+        return self._reference.score(self.policy, batches, START) if self._config.trainer.kl_coef else None
+
     def _read(self, ref: SampleRef) -> TrainSample:
-        routing = None if ref.routing is None else self._blobs.unpack(ref.routing)
+        routing = self._blobs.unpack(ref.routing) if self._replays and ref.routing else None  # the largest part of a sample
         sample = train_sample(self._blobs.unpack(ref.sample), advantage=ref.advantage, routing=routing, weight=ref.weight)
         if sample.sampled != ref.sampled or len(sample) != ref.tokens:
             raise SampleError(
@@ -148,6 +165,12 @@ class Rank:
                 f"its TrajectoryMerged says {ref.tokens} and {ref.sampled}"
             )
         return sample
+
+    def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+        """Under the starting policy, which routes as it would: what the sampler chose is no part of it (S11)."""
+        if not self._config.trainer.kl_coef:
+            return None
+        return self._reference.score(self.policy, [batch.routed_freely() for batch in batches], START)
 
     def _old_logprobs(self, batches: Sequence[PackedBatch], train: Train, agreement: Agreement) -> list[Tensor] | None:
         """Under each token's own version (S22). Where the recipe doesn't ask, one microbatch tells whether the engines agree."""
