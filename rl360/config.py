@@ -131,6 +131,8 @@ class Engine(Section, frozen=True, kw_only=True):
     slots: Positive = 64  # sessions whose KV is kept
     dtype: Literal["float32", "bfloat16"] = "float32"
     lease_seconds: Seconds = 5.0
+    start_seconds: Seconds = 300.0  # from its start until it joins; then it is started again
+    min_healthy: Positive = 1  # the run stops when fewer engines are left with restarts (supervise.max_restarts)
     request_timeout: Seconds = 60.0
     routed_experts: bool = False
 
@@ -146,6 +148,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, Meta(gt=0)] = 1.0
     microbatch_tokens: Positive = 8192
+    recompute: Literal["none", "full"] = "none"  # "full": keep a layer's input only, run the layer again in the backward
+    routing_replay: bool = False  # S11: train with the experts that the engines recorded
     loss_reduction: Literal["sample_mean", "token_mean", "constant"] = "token_mean"  # S20
     loss_constant: Annotated[float, Meta(ge=0)] = 0.0  # divisor per sample for loss_reduction = "constant"
     advantage_std: bool = False  # S19
@@ -327,6 +331,8 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.loss_constant", 'must be above 0 with trainer.loss_reduction = "constant"')
     if c.trainer.loss_reduction != "constant" and c.trainer.loss_constant:
         refuse("trainer.loss_constant", 'has no effect unless trainer.loss_reduction = "constant"')
+    if c.trainer.routing_replay and not c.engine.routed_experts:
+        refuse("trainer.routing_replay", "needs engine.routed_experts = true: there is nothing to replay otherwise (S11)")
     if c.trainer.tis_floor > c.trainer.tis_cap:
         refuse("trainer.tis_floor", f"must not exceed trainer.tis_cap ({c.trainer.tis_cap:g})")
     if c.run.schedule == "one_step" and c.trainer.max_staleness < 1:
@@ -343,6 +349,8 @@ def _check(c: Config, where: str) -> None:
         refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
         refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
+    if c.engine.min_healthy > c.engine.count:
+        refuse("engine.min_healthy", f"must not exceed engine.count ({c.engine.count})")
     for number, fault in enumerate(c.faults):
         if why := _fault_problem(c, fault):
             refuse(f"faults[{number}].{why[0]}", why[1])

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from rl360.bus.blobs import digest_of
 from rl360.bus.sample import Routing, Sample, decode, decode_routing
+from rl360.sessions.routing import RoutingShape
+from rl360.trainer.expert_rows import expert_rows, pack_rows
 from rl360.trainer.reduction import Reduction, token_weights
 
 EMPTY_TOKENS = 2
@@ -161,6 +163,11 @@ class PackedBatch:
     weights: Tensor  # float32 [T], token weight (S20); 0 where mask is False
     max_seqlen: int
     samples: tuple[TrainSample, ...]  # in the order of the sequences; () for an empty microbatch, which has one weightless sequence
+    experts: Tensor | None = None  # uint8 or int16 [T, MoE layers, topk], to be replayed (S11)
+
+    def routed_freely(self) -> PackedBatch:
+        """The same batch without recorded experts."""
+        return replace(self, experts=None)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
@@ -168,8 +175,11 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def pack(microbatch: Microbatch[TrainSample]) -> PackedBatch:
-    """Tensors of one microbatch, on the CPU. Order of sequences = order of samples."""
+def pack(microbatch: Microbatch[TrainSample], replay: RoutingShape | None = None) -> PackedBatch:
+    """Tensors of one microbatch, on the CPU. Order of sequences = order of samples.
+
+    `replay`: shape of the recorded experts that ride along. Raises ReplayError when a sample's don't fit.
+    """
     samples = microbatch.samples
     lengths = [len(s) for s in samples] or [EMPTY_TOKENS]
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -190,7 +200,13 @@ def pack(microbatch: Microbatch[TrainSample]) -> PackedBatch:
         weights=torch.as_tensor(per_token[:, 1].copy()),
         max_seqlen=max(lengths),
         samples=samples,
+        experts=None if replay is None else _experts(samples, lengths, replay),
     )
+
+
+def _experts(samples: Sequence[TrainSample], lengths: Sequence[int], shape: RoutingShape) -> Tensor:
+    rows = [expert_rows(s.sample, s.routing, shape) for s in samples] or [np.empty((0, shape.layers, shape.topk), np.uint8)]
+    return torch.as_tensor(pack_rows(rows, lengths, shape))
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type[np.generic], total: int) -> np.ndarray:

@@ -15,13 +15,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl360 import config
 from rl360.trainer.attention import with_torch_parts
 from rl360.trainer.spec import ModelSpec
 
 
-def transformer_config(spec: ModelSpec) -> TransformerConfig:
+def transformer_config(spec: ModelSpec, trainer: config.Trainer) -> TransformerConfig:
     """megatron's configuration of `spec`: fp32, no dropout, no fused kernels, gradients summed and never divided (S20)."""
     experts: dict[str, Any] = {}
+    recompute: dict[str, Any] = {}
+    if trainer.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if spec.experts is not None:
         experts = {
             "num_moe_experts": spec.experts.count,
@@ -63,6 +67,7 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # megatron asks for it with variable lengths, of dense models too
         **experts,
+        **recompute,
     )
 
 

@@ -151,10 +151,13 @@ class Rank:
             self.policy.objective = own
 
     def _batches(self, train: Train) -> list[PackedBatch]:
-        return [pack(Microbatch(tuple(map(self._read, refs)))) for refs in train.ranks[self._rank]]
+        return [pack(Microbatch(tuple(map(self._read, refs))), self._replays) for refs in train.ranks[self._rank]]
 
     def _ref_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
-        return self._reference.score(self.policy, batches, START) if self._config.trainer.kl_coef else None
+        """Under the starting policy, which routes by itself: what the sampler chose is no part of it (S11)."""
+        if not self._config.trainer.kl_coef:
+            return None
+        return self._reference.score(self.policy, [batch.routed_freely() for batch in batches], START)
 
     def _read(self, ref: SampleRef) -> TrainSample:
         routing = self._blobs.unpack(ref.routing) if self._replays and ref.routing else None  # the largest part of a sample
@@ -165,12 +168,6 @@ class Rank:
                 f"its TrajectoryMerged says {ref.tokens} and {ref.sampled}"
             )
         return sample
-
-    def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
-        """Under the starting policy, which routes as it would: what the sampler chose is no part of it (S11)."""
-        if not self._config.trainer.kl_coef:
-            return None
-        return self._reference.score(self.policy, [batch.routed_freely() for batch in batches], START)
 
     def _old_logprobs(self, batches: Sequence[PackedBatch], train: Train, agreement: Agreement) -> list[Tensor] | None:
         """Under each token's own version (S22). Where the recipe doesn't ask, one microbatch tells whether the engines agree."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rl360.sessions.routing import RoutingShape
+
 
 class ModelError(ValueError):
     """A policy folder whose model can't be trained here: the message names the file and the key."""
@@ -25,6 +27,11 @@ class Experts:
     ffn_hidden: int
     normalize_topk: bool
     layers: tuple[bool, ...]
+
+    @property
+    def routing(self) -> RoutingShape:
+        """Shape of the expert choices that an engine records of this model (S10)."""
+        return RoutingShape(layers=sum(self.layers), topk=self.topk, experts=self.count)
 
 
 @dataclass(frozen=True)
