@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
 from nats.aio.client import Client
 
 from rl360.bus import events as ev
-from rl360.bus import journal, subjects, tracing
+from rl360.bus import journal, selection, subjects, tracing
 from rl360.bus.blobs import BlobStore
-from rl360.bus.codec import Recorded, encode
-from rl360.bus.connection import BusAddress, connect
+from rl360.bus.codec import Message, Recorded, encode
+from rl360.bus.connection import BusAddress, BusError, connect
 from rl360.bus.leases import Leases
 from rl360.bus.publisher import PubAck, Publisher
 from rl360.bus.reading import Reader
@@ -84,7 +84,7 @@ class Bus:
         return Reader(self.client, subjects.stream(self.run), self._filters(types, step, group), start=start, start_time=start_time)
 
     def _filters(self, types: Sequence[type[ev.Event]], step: int | None, group: int | None) -> list[str]:
-        step_token = subjects.ANY if step is None else subjects.NONE if step < 0 else str(step)
+        step_token = subjects.ANY if step is None else subjects.step_token(step)
         group_token = subjects.ANY if group is None else f"{group:03d}"
         names = [t.__name__ for t in types] or [subjects.ANY]
         return [subjects.pattern(self.run, step=step_token, type_=n, group=group_token) for n in names]
@@ -107,6 +107,19 @@ class Bus:
                 if record is None or record.seq > last:
                     return
                 yield record
+
+    async def messages(self, steps: Collection[int] | None = None) -> AsyncIterator[Message]:
+        """Messages up to the newest now, unread and in order: all, or those that `steps` need (`selection`)."""
+        last = await self.last_seq()
+        chosen = [] if steps is None else selection.filters(self.run, selection.parts(steps))
+        async with Reader(self.client, subjects.stream(self.run), chosen) as reader:
+            while not reader.caught_up:
+                message = await reader.next_message(timeout=30.0)
+                if message is None:
+                    raise BusError(f"the journal of {self.run} went silent before its event {last}: is its server alive?")
+                if message.seq > last:
+                    return
+                yield message
 
     async def follow(self, *, types: Sequence[type[ev.Event]] = (), start: int = 1, stop: asyncio.Event) -> AsyncIterator[Recorded]:
         """Replay from `start`, then go on live until `stop` is set."""

@@ -1,4 +1,4 @@
-"""Events to bytes and back: msgpack of the tagged union."""
+"""Events to bytes and back: msgpack of the tagged union. A message is an event as it lies in the journal, a record one that is read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ class Recorded(msgspec.Struct, frozen=True):
     event: ev.AnyEvent
     traceparent: str = ""
     deliveries: int = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One message of the journal, its body not yet read. `nanos` is the server's clock in unix nanoseconds."""
+
+    seq: int
+    nanos: int
+    subject: str
+    msg_id: str
+    schema: str
+    traceparent: str
+    body: bytes
+
+    @property
+    def time(self) -> float:
+        return self.nanos // 1000 / 1e6  # whole microseconds: exact in a float
 
 
 class EventError(ValueError):
@@ -42,6 +58,12 @@ def decode(data: bytes, where: str = "") -> ev.AnyEvent:
         if kind and kind not in ev.EVENT_TYPES:
             raise EventError(f"{where}: event type {kind!r} is unknown to this version of RL360", kind) from None
         raise EventError(f"{where}: not an event: {e}") from None
+
+
+def record(message: Message, deliveries: int = 1) -> Recorded:
+    """Read a message's event. Raises EventError that names the message."""
+    event = decode(message.body, f"journal message {message.seq} ({message.subject})")
+    return Recorded(message.seq, message.time, event, message.traceparent, deliveries)
 
 
 def _type_of(data: bytes) -> str:

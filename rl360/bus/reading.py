@@ -17,7 +17,7 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl360.bus.codec import EventError, Recorded, decode
+from rl360.bus.codec import EventError, Message, Recorded, record
 from rl360.bus.connection import BusError, api
 from rl360.bus.pull import ConsumerGone, Pull
 
@@ -32,7 +32,7 @@ class Position(msgspec.Struct, frozen=True):
     deliveries: int
     stream_seq: int
     consumer_seq: int
-    time: float
+    nanos: int
     pending: int
 
 
@@ -40,14 +40,21 @@ def position(reply: str) -> Position:
     """Parse `$JS.ACK.…` of a delivered message (with and without the domain tokens)."""
     tokens = reply.split(".")
     n, seq, cseq, nanos, pending = tokens[4:9] if len(tokens) < 11 else tokens[6:11]
-    return Position(int(n), int(seq), int(cseq), int(nanos) // 1000 / 1e6, int(pending))  # whole microseconds: exact in a float
+    return Position(int(n), int(seq), int(cseq), int(nanos), int(pending))
 
 
-def recorded(msg: Msg, at: Position) -> Recorded:
-    """Decode a delivered message. Raises EventError."""
+def message(msg: Msg, at: Position) -> Message:
+    """A delivered message as the journal holds it."""
     headers = msg.headers or {}
-    event = decode(msg.data, f"journal message {at.stream_seq} ({msg.subject})")
-    return Recorded(at.stream_seq, at.time, event, headers.get("traceparent", ""), at.deliveries)
+    return Message(
+        at.stream_seq,
+        at.nanos,
+        msg.subject,
+        headers.get("Nats-Msg-Id", ""),
+        headers.get("RL360-Schema", ""),
+        headers.get("traceparent", ""),
+        msg.data,
+    )
 
 
 class Reader:
@@ -81,7 +88,20 @@ class Reader:
         await self._drop()
 
     async def next(self, timeout: float) -> Recorded | None:
-        """The next event, or None when none came within `timeout` seconds."""
+        """The next event, or None when none came within `timeout` seconds. What is no event of this version is counted and skipped."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while True:
+            found = await self.next_message(max(0.0, end - loop.time()))
+            if found is None:
+                return None
+            try:
+                return record(found)
+            except EventError as e:
+                self._skip(e)
+
+    async def next_message(self, timeout: float) -> Message | None:
+        """The next message, whatever its body is, or None when none came within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         while True:
@@ -97,10 +117,7 @@ class Reader:
                 continue
             self._cseq, self._after = at.consumer_seq, at.stream_seq
             self.caught_up = at.pending == 0
-            try:
-                return recorded(msg, at)
-            except EventError as e:
-                self._skip(e)
+            return message(msg, at)
 
     def _skip(self, e: EventError) -> None:
         if e.unknown_type:

@@ -11,10 +11,10 @@ from typing import Final
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl360.bus.codec import EventError, Recorded
+from rl360.bus.codec import EventError, Recorded, record
 from rl360.bus.connection import api
 from rl360.bus.pull import ConsumerGone, Pull
-from rl360.bus.reading import position, recorded
+from rl360.bus.reading import message, position
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +94,9 @@ class Share:
                 continue
             if msg is None:
                 return None
+            at = position(msg.reply)
             try:
-                return Delivery(self._client, msg, recorded(msg, position(msg.reply)))
+                return Delivery(self._client, msg, record(message(msg, at), at.deliveries))
             except EventError as e:
                 log.error("not an event, moved to the dead letters: %s", e)
                 await self._client.publish(msg.reply, b"+TERM " + str(e).encode()[:200])

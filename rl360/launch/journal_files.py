@@ -1,54 +1,41 @@
-"""Reading a run's journal after the run (or during it): audit, trace, summary.
-
-A run that is over has no server, so one is started over the run's own store for as long as it is read.
-"""
+"""Reading a run's journal after the run (or during it): audit, trace, summary."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
 
 from rl360.audit import audit
-from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore
-from rl360.bus.client import Bus, BusAddress
+from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
 from rl360.bus.connection import BusError
 from rl360.dash.fold import RunView
+from rl360.journal.source import Source, StreamSource
 from rl360.launch import summary, trace
-from rl360.launch.child import Child
 from rl360.launch.rundir import RunDir
-
-_STOP: Final = 5.0
+from rl360.launch.stored import served
 
 
 @asynccontextmanager
-async def open_journal(path: Path) -> AsyncGenerator[Bus]:
-    """A bus to the journal of the run in `path`. Raises ConfigError when there is no run, BusError when it can't be read."""
+async def open_source(path: Path) -> AsyncGenerator[Source]:
+    """The journal of the run in `path`. Raises ConfigError when there is no run, BusError or JournalError when it can't be read."""
     folder = RunDir(path.absolute())
-    config, addresses = folder.config, folder.addresses
-    address = BusAddress(url=addresses.nats, user=nats_server.ADMIN, password=folder.secrets.nats[nats_server.ADMIN])
-    server: Child | None = None
-    if not await nats_server.is_healthy(addresses.nats_monitor_port):
-        server = Child("nats-server", nats_server.command(folder.path / "nats" / "server.conf"), folder.path / "logs" / "nats-server.log")
-        await server.start()
-    try:
-        await nats_server.wait_healthy(addresses.nats_monitor_port)
-        async with Bus.connect(address, config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus:
-            yield bus
-    finally:
-        if server is not None:
-            await server.stop(_STOP)
+    config = folder.config
+    async with (
+        served(folder) as address,
+        Bus.connect(address, config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus,
+    ):
+        yield StreamSource(bus)
 
 
-async def records(path: Path) -> list[Recorded]:
-    """The whole journal of a run."""
-    async with open_journal(path) as bus:
-        return [r async for r in bus.replay()]
+async def records(path: Path, steps: Collection[int] | None = None) -> list[Recorded]:
+    """The whole journal of a run, or what `steps` need of it."""
+    async with open_source(path) as source:
+        return await source.records(steps)
 
 
 def audit_run(path: Path, *, as_json: bool) -> int:

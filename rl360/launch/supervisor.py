@@ -26,6 +26,7 @@ from rl360.engines import gateway
 from rl360.launch.child import Child
 from rl360.launch.kinds import workers_of
 from rl360.launch.rundir import RunDir
+from rl360.launch.stored import StoreLock, take
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Supervisor:
         self.config: Config = folder.config
         self._addresses, self._secrets = folder.addresses, folder.secrets
         self._children: dict[str, Child] = {}
+        self._store = StoreLock(folder)
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -90,7 +92,9 @@ class Supervisor:
         for task in self._watchers:
             task.cancel()
         await self._stack.aclose()
+        self._store.withdraw()
         await self._end(lambda n: n == NATS, _NATS_STOP)
+        self._store.release()
         self._forget()
 
     async def kill(self) -> None:
@@ -99,6 +103,7 @@ class Supervisor:
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*(c.kill() for c in self._children.values()))
+        self._store.release()
         await self._sweep()
         self._forget()
 
@@ -114,6 +119,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------ start
 
     async def _start_nats(self) -> None:
+        await take(self._store, self.folder.path)
         config = self.folder.path / "nats" / "server.conf"
         text = nats_server.config_text(
             run=self.config.run.name,
@@ -125,6 +131,7 @@ class Supervisor:
         nats_server.write_config(config, text)
         await self._start(NATS, nats_server.command(config))
         await nats_server.wait_healthy(self._addresses.nats_monitor_port)
+        self._store.announce(self._address)
 
     async def _start_gateway(self) -> None:
         url = self._addresses.gateway
@@ -133,10 +140,12 @@ class Supervisor:
         )
         await self._start(GATEWAY, command)
 
+    @property
+    def _address(self) -> BusAddress:
+        return BusAddress(url=self._addresses.nats, user=nats_server.ADMIN, password=self._secrets.nats[nats_server.ADMIN])
+
     def _connect(self) -> Bus:
-        password = self._secrets.nats[nats_server.ADMIN]
-        address = BusAddress(url=self._addresses.nats, user=nats_server.ADMIN, password=password)
-        return Bus.connect(address, self.config.run.name, self.blobs, name="supervisor")
+        return Bus.connect(self._address, self.config.run.name, self.blobs, name="supervisor")
 
     async def _announce(self) -> int:
         """Publish RunStarted; returns how many times the run was started before."""
