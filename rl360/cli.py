@@ -59,6 +59,22 @@ def build_parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true")
     audit.set_defaults(command=_audit)
 
+    explain = sub.add_parser("explain", help="where the gradient of a step went, from the journal")
+    explain.add_argument("dir", type=Path)
+    explain.add_argument("--step", type=int, required=True)
+    explain.add_argument("--json", action="store_true")
+    explain.add_argument("--html", type=Path, metavar="FILE", help="write a page that works without a server")
+    explain.set_defaults(command=_explain)
+
+    replay = sub.add_parser("replay", help="decide a step again, under the recorded rules or others")
+    replay.add_argument("dir", type=Path)
+    replay.add_argument("--step", type=int, required=True)
+    replay.add_argument("--with", dest="with_", default="", metavar="RULES", help="a TOML file of rules, or legacy, miles, slime, rl360")
+    replay.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one rule")
+    replay.add_argument("--gradient", action="store_true", help="measure the real gradient, from the step's checkpoint")
+    replay.add_argument("--json", action="store_true")
+    replay.set_defaults(command=_replay)
+
     trace = sub.add_parser("trace", help="one attempt's spans, rebuilt from the journal")
     trace.add_argument("dir", type=Path)
     trace.add_argument("attempt")
@@ -118,6 +134,18 @@ def _audit(args: argparse.Namespace) -> int:
     from rl360.launch.journal_files import audit_run
 
     return audit_run(args.dir, as_json=args.json)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from rl360.launch.decide_again import explain_step
+
+    return explain_step(args.dir, args.step, as_json=args.json, page=args.html)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from rl360.launch.decide_again import replay_step
+
+    return replay_step(args.dir, args.step, with_=args.with_, overrides=tuple(args.overrides), gradient=args.gradient, as_json=args.json)
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -85,7 +85,6 @@ class _Fold:
         self._around: list[Recorded] = []
         self._seqs: dict[str, int] = {}
         self._times: list[float] = []
-        self._steps: set[int] = set()
 
     def on(self, recorded: Recorded) -> None:
         event = recorded.event
@@ -96,8 +95,6 @@ class _Fold:
                 self._plans[event.plan] = event
             case ev.EngineJoined() | ev.EngineLost() | ev.EngineFenced() | ev.WorkerRestarted():
                 self._around.append(recorded)
-            case ev.StepOpened(purpose=ev.Purpose.TRAIN):
-                self._steps.add(event.step)
             case ev.StepTrained() if event.step == self._step - 1:
                 self._before = self._before or event
             case _:
@@ -144,8 +141,7 @@ class _Fold:
         if self._config is None:
             raise ReplayError("the journal does not begin with RunStarted: it is not the journal of a run, or not whole")
         if self._opened is None or self._tally is None:
-            known = f"it has steps {min(self._steps)} to {max(self._steps)}" if self._steps else "no step was opened"
-            raise ReplayError(f"step {self._step} is not in the journal of run {self._run}: {known}")
+            raise ReplayError(f"training step {self._step} is not in the journal of run {self._run} (`rl360 journal ls` lists its steps)")
         first = self._step == 0
         return StepFacts(
             run=self._run,
