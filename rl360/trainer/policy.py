@@ -35,7 +35,7 @@ from rl360.trainer.agreement import Agreement
 from rl360.trainer.batch import PackedBatch
 from rl360.trainer.loss import LossSums, Objective, add_up, policy_loss
 from rl360.trainer.model import OutputRows, build_model, transformer_config
-from rl360.trainer.replay_router import RouterReplay
+from rl360.trainer.replay_router import Choices, RouterReplay
 from rl360.trainer.spec import ModelError, ModelSpec
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class StepResult:
     sums: dict[str, float]
     maxima: dict[str, float]
     agreement: Agreement  # over tokens that the version being trained sampled
+    choices: Choices  # of the routers, when experts are replayed
     seconds: dict[str, float]  # forward_backward, optimizer
 
 
@@ -147,7 +148,8 @@ class Policy:
         if norm is None or not math.isfinite(float(norm)):
             raise PolicyError(f"gradient norm is {norm}: the step is lost; the trainer goes on from its last checkpoint")
         seconds = {"forward_backward": ready - started, "optimizer": time.perf_counter() - ready}
-        return StepResult(float(norm), sums, maxima, agreement, seconds)
+        choices = Choices() if self._replay is None else self._replay.take_choices()
+        return StepResult(float(norm), sums, maxima, agreement, choices, seconds)
 
     def gradient(
         self,
@@ -193,7 +195,7 @@ class Policy:
             batch = next(batches)
             rows = _rows_with_target(batch)
             self._output_rows.ask(rows)
-            with nullcontext() if self._replay is None else self._replay.forward(batch.experts):
+            with nullcontext() if self._replay is None else self._replay.forward(batch):
                 logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=_packed(batch))
             return logits, partial(score, batch, rows)
 

@@ -198,10 +198,12 @@ class _Staleness:
 def _answer(result: StepResult, agreement: Agreement, stale: _Staleness, divisor: float, seconds: Mapping[str, float]) -> Answer:
     """Add up over ranks and name the metrics."""
     sums = {**result.sums, "agree/tokens": agreement.tokens, "agree/total": agreement.total, "stale": stale.total}
+    sums |= {"choices/rows": result.choices.rows, "choices/differ": result.choices.differ}
     maxima = {**result.maxima, "agree": agreement.maximum, "stale": stale.maximum}
     sums, maxima = _reduced(sums, dist.ReduceOp.SUM), _reduced(maxima, dist.ReduceOp.MAX)
     compared, total, worst = sums.pop("agree/tokens"), sums.pop("agree/total"), maxima.pop("agree")
     lag, oldest = sums.pop("stale"), maxima.pop("stale")
+    replayed, differ = sums.pop("choices/rows"), sums.pop("choices/differ")
     metrics = {
         **merge_sums(sums, maxima),
         "train/grad_norm": result.grad_norm,
@@ -211,6 +213,8 @@ def _answer(result: StepResult, agreement: Agreement, stale: _Staleness, divisor
     }
     if compared:
         metrics |= {"logp/delta_mean": total / compared, "logp/delta_max": worst}
+    if replayed:  # rows of a token in a layer whose router would have chosen other experts than the sampler's
+        metrics |= {"routing/differ_rate": differ / replayed, "routing/replayed_n": replayed}
     loss = sums["loss"] / divisor
     return Answer(loss=loss, grad_norm=result.grad_norm, metrics={**metrics, "train/loss": loss}, seconds=seconds)
 
