@@ -51,9 +51,14 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class Policy(Section, frozen=True, kw_only=True):
-    """`path`: a folder in HF layout; empty: the starting policy shipped with RL360."""
+    """`path`: a folder in HF layout; empty: the starting policy shipped with RL360.
+
+    `experts` above 0: a run starts from that dense policy with so many experts a layer, made when its folder is (tiny/upcycle.py).
+    """
 
     path: str = ""
+    experts: NonNegative = 0
+    experts_per_token: Positive = 2
 
     @property
     def folder(self) -> Path:
@@ -331,6 +336,8 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.loss_constant", 'must be above 0 with trainer.loss_reduction = "constant"')
     if c.trainer.loss_reduction != "constant" and c.trainer.loss_constant:
         refuse("trainer.loss_constant", 'has no effect unless trainer.loss_reduction = "constant"')
+    if c.policy.experts and c.policy.experts_per_token > c.policy.experts:
+        refuse("policy.experts_per_token", f"must not exceed policy.experts ({c.policy.experts})")
     if c.trainer.routing_replay and not c.engine.routed_experts:
         refuse("trainer.routing_replay", "needs engine.routed_experts = true: there is nothing to replay otherwise (S11)")
     if c.trainer.tis_floor > c.trainer.tis_cap:

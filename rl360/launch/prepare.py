@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rl360.agents.lint import lint
 from rl360.agents.qualify import qualify_all
 from rl360.agents.tasks import Task, load_tasks
-from rl360.config import Config, ConfigError
+from rl360.config import Config, ConfigError, Policy
 from rl360.launch.rundir import RunDir
 
 GENERATED: Final = "tiny_shell"
@@ -28,6 +30,21 @@ def policy(config: Config) -> None:
         raise ConfigError(
             f"policy.path: {folder} lacks {', '.join(missing)}; a policy is a folder in Hugging Face layout (rl360 export makes one)"
         )
+
+
+def upcycle(config: Config, folder: Path) -> Config:
+    """The recipe with its policy's experts made, in `folder`/policy; the recipe itself when it asks for none. Raises ConfigError."""
+    asked = config.policy
+    if not asked.experts:
+        return config
+    from rl360.tiny.upcycle import Recipe, UpcycleError, upcycle
+
+    made = (folder / "policy").resolve()
+    try:
+        upcycle(asked.folder, made, Recipe(experts=asked.experts, topk=asked.experts_per_token), config.run.seed)
+    except UpcycleError as e:
+        raise ConfigError(f"policy.experts: {e}") from None
+    return msgspec.structs.replace(config, policy=Policy(path=str(made)))
 
 
 async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:

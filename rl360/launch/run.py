@@ -46,7 +46,7 @@ def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrid
     config: Config = load(recipe, overrides)
     prepare.policy(config)
     folder = RunDir(path or new_path(RUNS, config.run.name))
-    folder.create(config)
+    folder.create(config if folder.exists else prepare.upcycle(config, folder.path))
     return folder
 
 
