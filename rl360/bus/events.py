@@ -442,6 +442,15 @@ class WorkerRestarted(Event, frozen=True, kw_only=True):
     resumed: int = 0
 
 
+class WorkerGivenUp(Event, frozen=True, kw_only=True):
+    """An engine's restarts are used up; the run goes on without it."""
+
+    worker: str
+    exit_status: int
+    cause: str
+    resumed: int = 0
+
+
 class LateOutcome(OfSession, frozen=True, kw_only=True):
     """A terminal outcome that came after the first one of its attempt: counted, changes nothing (S16)."""
 
@@ -457,6 +466,18 @@ class FaultInjected(Event, frozen=True, kw_only=True):
     target: str  # the session, or the engine's worker, that is struck
     attempt: str | None = None
     group: int | None = None
+
+
+class BlobsPruned(Event, frozen=True, kw_only=True):
+    """Retention removes the blobs and checkpoints that only steps `first` to `last` need. Published before it does; `step` stays -1."""
+
+    first: int
+    last: int
+    kept: tuple[int, ...]  # pinned steps among them
+    blobs: int
+    blob_bytes: int
+    checkpoints: tuple[str, ...]  # folder names
+    checkpoint_bytes: int
 
 
 AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a line keeps diffs small)
@@ -485,6 +506,8 @@ AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a li
     WorkerRestarted,
     LateOutcome,
     FaultInjected,
+    WorkerGivenUp,
+    BlobsPruned,
 ]
 
 EVENT_TYPES: dict[str, type[Event]] = {t.__name__: t for t in AnyEvent.__args__}  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 from rl360.bus import events as ev
 
@@ -54,6 +54,27 @@ def subject(event: ev.Event) -> str:
     )
 
 
+class Name(NamedTuple):
+    """What a subject says."""
+
+    step: int  # -1: of no step
+    type: str
+    group: int | None
+
+
+def parse(subject: str) -> Name:
+    """Read a subject of a journal. Raises ValueError.
+
+    >>> parse("rl360.demo.ev.3.GroupDecided.007")
+    Name(step=3, type='GroupDecided', group=7)
+    """
+    try:
+        _, _, _, step, type_, group = subject.split(".")
+        return Name(-1 if step == NONE else int(step), type_, None if group == NONE else int(group))
+    except ValueError:
+        raise ValueError(f"{subject!r} is not a subject of a journal") from None
+
+
 def step_token(step: int) -> str:
     """A step as a subject says it."""
     return NONE if step < 0 else str(step)
@@ -66,6 +87,15 @@ def pattern(run: str, *, step: str = ANY, type_: str = ANY, group: str = ANY) ->
     'rl360.demo.ev.3.GroupDecided.*'
     """
     return f"rl360.{run}.ev.{step}.{type_}.{group}"
+
+
+def run_of(subject: str) -> str:
+    """The run in whose journal a subject lies.
+
+    >>> run_of("rl360.demo.ev.3.GroupDecided.007")
+    'demo'
+    """
+    return subject.split(".", 2)[1]
 
 
 _IDENTITY: dict[str, tuple[str, ...]] = {
@@ -93,7 +123,9 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "EngineFenced": ("generation",),
     "WorkerRestarted": ("worker", "restarts", "resumed"),
     "LateOutcome": ("session", "kind"),
+    "BlobsPruned": ("first", "last", "kept", "blobs", "checkpoints"),
     "FaultInjected": ("fault", "target"),
+    "WorkerGivenUp": ("worker", "resumed"),
 }
 """Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""
 

@@ -41,6 +41,7 @@ class StepView:
     trained: ev.StepTrained | None = None
     push: ev.WeightsPushed | None = None
     closed_at: float | None = None
+    faults: dict[str, str] = field(default_factory=dict[str, str])  # by the recipe's plan: target -> kind
     _metrics: StepMetrics | None = None
 
     @property
@@ -148,6 +149,8 @@ class RunView:
                 for a in event.attempts:
                     if step.stages.get(a.attempt) is Stage.VERIFIED:
                         step.stages[a.attempt] = Stage.DECIDED
+            case ev.FaultInjected():
+                step.faults[event.target] = event.kind
             case ev.StepClosed():
                 step.closed_at = time
             case _:

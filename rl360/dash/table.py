@@ -64,7 +64,7 @@ def _cells(step: StepView, now: float) -> list[str]:
     return [
         _mean(m.valid),
         _mean(m.kept),
-        " ".join(f"{cause}:{n}" for cause, n in m.infra.items()),
+        " ".join([f"{cause}:{n}" for cause, n in m.infra.items()] + [f"on cue:{n}" for n in [len(step.faults)] if n]),
         f"{hit[0]:.1%} of {hit[1]:.1%}" if hit else "",
         "skipped" if trained and trained.skipped else f"{trained.metrics.get('logp/delta_max', 0):.1e}" if trained else "",
         f"{push.path} {push.seconds:.2f}" if push else "",
@@ -116,6 +116,8 @@ def line(step: StepView, now: float) -> str:
         return f"eval {step.step:3d}  eval/valid_mean {_mean(m.valid)} version {step.opened.version}"
     infra = f" ({', '.join(f'{k} {n}' for k, n in m.infra.items())})" if m.infra else ""
     parts = [f"step {step.step:3d}", f"reward/valid_mean {_mean(m.valid)}", f"kept_mean {_mean(m.kept)}", f"infra {m.infra_total}{infra}"]
+    if step.faults:
+        parts.append(f"faults on cue {len(step.faults)}")
     if hit := step.cache_hit:
         parts.append(f"cache {hit[0]:.1%} of {hit[1]:.1%}")
     if trained := step.trained:

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,7 @@ class Child:
         self._env = {**os.environ, **(env or {})}
         self._process: asyncio.subprocess.Process | None = None
         self.restarts = 0
+        self.started = 0.0  # unix seconds
 
     @property
     def pid(self) -> int:
@@ -36,6 +38,7 @@ class Child:
         return self._process.pid if self._process and self._process.returncode is None else 0
 
     async def start(self) -> None:
+        self.started = time.time()
         with open(self.log, "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.command,

@@ -26,6 +26,8 @@ def lines(view: RunView, path: Path) -> list[str]:
         out.append(f"eval/valid_mean    {_value(evals[0])} -> {_value(evals[-1])}  (held-out tasks)")
     infra = sum((Counter(s.metrics.infra) for s in steps), start=Counter[str]())
     out.append(f"infra              {infra.total()} of {sum(len(s.stages) for s in steps)} attempts {dict(infra) or ''}".rstrip())
+    if faults := Counter(kind for s in view.steps.values() for kind in s.faults.values()):
+        out.append(f"faults on cue      {faults.total()} {dict(faults)} (the recipe's plan, not an outage)")
     trained = [s.trained for s in steps if s.trained and not s.trained.skipped]
     if trained:
         worst = max(t.metrics.get("logp/delta_max", 0.0) for t in trained)

@@ -24,6 +24,7 @@ from rl360.bus.connection import BusError
 from rl360.config import Config, to_toml_data
 from rl360.engines import gateway
 from rl360.launch.child import Child
+from rl360.launch.engine_care import ENGINE, EngineCare
 from rl360.launch.kinds import workers_of
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import StoreLock, take
@@ -50,6 +51,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._store = StoreLock(folder)
         self._watchers: list[asyncio.Task[None]] = []
+        self._given_up: set[str] = set()  # engines that are not started again
         self._stopping = False
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.resumed = 0
@@ -67,6 +69,7 @@ class Supervisor:
             await self._start_gateway()
             for kind, index in workers_of(self.config):
                 await self._start(f"{kind}{index}", self._worker_command(kind, index))
+            self._watchers.append(asyncio.create_task(self._care(), name="care for engines"))
         except BaseException:
             await self.kill()
             raise
@@ -183,7 +186,7 @@ class Supervisor:
                 return
             child.restarts += 1
             if child.restarts > self.config.supervise.max_restarts:
-                self._fail(f"{child.name} ended {child.restarts} times (status {status}); the end of {child.log}:\n{child.tail()}")
+                await self._give_up(child, status)
                 return
             self.say(f"{child.name} ended ({_how(status)}): restart {child.restarts} of {self.config.supervise.max_restarts}")
             await child.kill()  # what is left of its group
@@ -191,6 +194,26 @@ class Supervisor:
             await child.start()
             self._record()
             await self._report(child, status)
+
+    async def _give_up(self, child: Child, status: int) -> None:
+        """A worker's restarts are used up. Without an engine the run goes on while `engine.min_healthy` are left (CASES 32)."""
+        why = f"{child.name} ended {child.restarts} times (status {status})"
+        self._given_up.add(child.name)
+        left = self.config.engine.count - len(self._given_up)
+        needed = self.config.engine.min_healthy
+        if child.name.startswith(ENGINE) and left >= needed:
+            self.say(f"{why}: it is given up, {left} of {self.config.engine.count} engines are left (engine.min_healthy {needed})")
+            run, resumed = self.config.run.name, self.resumed
+            await self._record_event(ev.WorkerGivenUp(run=run, worker=child.name, exit_status=status, cause=_how(status), resumed=resumed))
+            return
+        few = f"; {left} engines are left, engine.min_healthy is {needed}" if child.name.startswith(ENGINE) else ""
+        self._fail(f"{why}{few}; the end of {child.log}:\n{child.tail()}")
+
+    async def _care(self) -> None:
+        try:
+            await EngineCare(self.bus, self.config, self._children, self.say).run()
+        except BusError as e:
+            self._fail(f"the engines can't be watched: {e}")
 
     async def _report(self, child: Child, status: int) -> None:
         event = ev.WorkerRestarted(
@@ -201,10 +224,13 @@ class Supervisor:
             cause=_how(status),
             resumed=self.resumed,
         )
+        await self._record_event(event)
+
+    async def _record_event(self, event: ev.WorkerRestarted | ev.WorkerGivenUp) -> None:
         try:
             await self.bus.publish(event)
         except BusError as e:
-            log.error("a restart of %s could not be recorded: %s", child.name, e)
+            log.error("%s of %s could not be recorded: %s", type(event).__name__, event.worker, e)
 
     def _fail(self, why: str) -> None:
         if not self._failed.done():

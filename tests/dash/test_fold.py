@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 
 from rl360.bus import events as ev
+from rl360.bus.codec import Recorded
 from rl360.dash.fold import RunView, Stage
 from rl360.dash.table import PlainLines, line, render
+from rl360.launch import summary
 from tests.launch.story import GOOD, LOST, records
 
 
@@ -43,3 +47,12 @@ def test_plain_line_is_told_once_and_says_why_a_step_was_skipped() -> None:
         lines.update(view(), 10.0)
     assert said == [line(view().steps[(ev.Purpose.TRAIN, 0)], 10.0)]
     assert "skipped: no survivor" in said[0] and "sandbox/lost 1" in said[0] and "1.000 n=1" in said[0]
+
+
+def test_faults_on_cue_are_told_beside_what_failed_by_them() -> None:
+    folded = view()
+    injected = ev.FaultInjected(run="story", step=0, attempt=LOST, group=0, fault=0, kind="sandbox_kill", target=f"{LOST}.1")
+    for _ in range(2):
+        folded.on(Recorded(99, 10.0, injected))
+    assert "faults on cue 1" in line(folded.steps[(ev.Purpose.TRAIN, 0)], 10.0)
+    assert any("faults on cue      1 {'sandbox_kill': 1}" in text for text in summary.lines(folded, Path("r")))
