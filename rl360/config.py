@@ -147,7 +147,15 @@ class Gateway(Section, frozen=True, kw_only=True):
 
 
 class Trainer(Section, frozen=True, kw_only=True):
+    """`dp` x `tp` x `pp` x `cp` ranks; `ep` of them share a layer's experts (see trainer/layout.py)."""
+
     dp: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    ep: Positive = 1
+    cp: Positive = 1
+    distributed_optimizer: bool = False  # Adam's state is spread over data-parallel ranks
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; gradients and Adam's state are float32
     lr: Annotated[float, Meta(gt=0)] = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -167,6 +175,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_staleness: NonNegative = 1  # S24
     logp_alarm: Annotated[float, Meta(gt=0)] = 1e-4  # alarm when max |Δ log p| exceeds it
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
 
 
 class Push(Section, frozen=True, kw_only=True):
@@ -338,6 +350,9 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.loss_constant", 'has no effect unless trainer.loss_reduction = "constant"')
     if c.policy.experts and c.policy.experts_per_token > c.policy.experts:
         refuse("policy.experts_per_token", f"must not exceed policy.experts ({c.policy.experts})")
+    t = c.trainer
+    if (t.dp * t.tp * t.cp) % t.ep:
+        refuse("trainer.ep", f"must divide dp x tp x cp ({t.dp * t.tp * t.cp}), whose ranks share the experts")
     if c.trainer.routing_replay and not c.engine.routed_experts:
         refuse("trainer.routing_replay", "needs engine.routed_experts = true: there is nothing to replay otherwise (S11)")
     if c.trainer.tis_floor > c.trainer.tis_cap:

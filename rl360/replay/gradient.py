@@ -36,7 +36,7 @@ def measure(facts: StepFacts, folder: Path, before: Decision, after: Decision) -
     config = _alone(facts.config)
     started = time.perf_counter()
     with process_groups():
-        rank = Rank(config, folder, 0)
+        rank = Rank(config, folder)
         rank.perform(Restore("" if path is None else str(path)))
         gradients = [_gradient(rank, decision, config) for decision in (before, after)]
     norms = [_dot(g, g) ** 0.5 for g in gradients]

@@ -45,6 +45,10 @@ class Agreement:
         self.maximum = max(self.maximum, other.maximum)
 
     @property
+    def sums(self) -> dict[str, float]:
+        return {"agree/tokens": self.tokens, "agree/total": self.total}
+
+    @property
     def mean(self) -> float | None:
         """None when nothing was compared."""
         return self.total / self.tokens if self.tokens else None

@@ -161,9 +161,14 @@ class PackedBatch:
     versions: Tensor  # int32 [T], policy version that sampled the target; -1 where mask is False
     advantages: Tensor  # float32 [T]; 0 where mask is False
     weights: Tensor  # float32 [T], token weight (S20); 0 where mask is False
-    max_seqlen: int
-    samples: tuple[TrainSample, ...]  # in the order of the sequences; () for an empty microbatch, which has one weightless sequence
+    lengths: tuple[int, ...]  # of the sequences, on the host
+    samples: tuple[TrainSample, ...]  # in the order of the sequences, before weightless ones; () for an empty microbatch
+    recorded: Tensor  # bool [T], a sample's token with an expert row: all but the last of a sequence
     experts: Tensor | None = None  # uint8 or int16 [T, MoE layers, topk], to be replayed (S11)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
 
     def routed_freely(self) -> PackedBatch:
         """The same batch without recorded experts."""
@@ -175,18 +180,30 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def pack(microbatch: Microbatch[TrainSample], replay: RoutingShape | None = None) -> PackedBatch:
+@dataclass(frozen=True)
+class Replay:
+    """Recorded experts that ride along: their shape in a sample, and the MoE layers that are wanted of it."""
+
+    shape: RoutingShape
+    layers: slice = field(default_factory=lambda: slice(None))
+
+
+def pack(microbatch: Microbatch[TrainSample], replay: Replay | None = None, multiple: int = 1) -> PackedBatch:
     """Tensors of one microbatch, on the CPU. Order of sequences = order of samples.
 
-    `replay`: shape of the recorded experts that ride along. Raises ReplayError when a sample's don't fit.
+    One weightless sequence at the end makes the tokens a multiple of `multiple`. Raises ReplayError when a sample's experts don't fit.
     """
     samples = microbatch.samples
     lengths = [len(s) for s in samples] or [EMPTY_TOKENS]
+    if padding := -sum(lengths) % multiple:
+        lengths.append(padding)
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     total = int(cu[-1])
     ids = _joined([s.sample.ids for s in samples], np.int64, total)
     mask = _shifted([s.sample.mask for s in samples], np.bool_, total, fill=0)
-    per_token = np.repeat(np.array([(s.advantage, s.weight) for s in samples] or [(0.0, 0.0)], np.float32), lengths, axis=0)
+    factors = [(s.advantage, s.weight) for s in samples]
+    factors += [(0.0, 0.0)] * (len(lengths) - len(factors))
+    per_token = np.repeat(np.array(factors, np.float32), lengths, axis=0)
     per_token[~mask] = 0
     return PackedBatch(
         ids=torch.as_tensor(ids),
@@ -198,22 +215,32 @@ def pack(microbatch: Microbatch[TrainSample], replay: RoutingShape | None = None
         versions=torch.as_tensor(_shifted([s.sample.versions for s in samples], np.int32, total, fill=-1)),
         advantages=torch.as_tensor(per_token[:, 0].copy()),
         weights=torch.as_tensor(per_token[:, 1].copy()),
-        max_seqlen=max(lengths),
+        lengths=tuple(lengths),
+        recorded=torch.as_tensor(_shifted([np.ones(len(s), np.bool_) for s in samples], np.bool_, total, fill=0)),
         samples=samples,
         experts=None if replay is None else _experts(samples, lengths, replay),
     )
 
 
-def _experts(samples: Sequence[TrainSample], lengths: Sequence[int], shape: RoutingShape) -> Tensor:
-    rows = [expert_rows(s.sample, s.routing, shape) for s in samples] or [np.empty((0, shape.layers, shape.topk), np.uint8)]
-    return torch.as_tensor(pack_rows(rows, lengths, shape))
+def _experts(samples: Sequence[TrainSample], lengths: Sequence[int], replay: Replay) -> Tensor:
+    rows = [expert_rows(s.sample, s.routing, replay.shape)[:, replay.layers] for s in samples]
+    return torch.as_tensor(pack_rows(rows, lengths, replay.shape, replay.layers))
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type[np.generic], total: int) -> np.ndarray:
-    return np.concatenate([a.astype(dtype) for a in arrays]) if arrays else np.zeros(total, dtype)
+    out = np.zeros(total, dtype)
+    start = 0
+    for a in arrays:
+        out[start : start + len(a)] = a
+        start += len(a)
+    return out
 
 
 def _shifted(arrays: Sequence[np.ndarray], dtype: type[np.generic], total: int, *, fill: int) -> np.ndarray:
-    """Each array one place to the left, `fill` in its last place."""
-    end = np.full(1, fill, dtype)
-    return np.concatenate([part for a in arrays for part in (a[1:].astype(dtype), end)]) if arrays else np.full(total, fill, dtype)
+    """Each array one place to the left, `fill` in its last place and in what is left."""
+    out = np.full(total, fill, dtype)
+    start = 0
+    for a in arrays:
+        out[start : start + len(a) - 1] = a[1:]
+        start += len(a)
+    return out

@@ -57,9 +57,9 @@ class CrewThread:
             self._end()
 
     def _enter(self, meeting: Path) -> Crew:
-        dp = self._config.trainer.dp
+        trainer = self._config.trainer
         torch.set_num_threads(threads(self._config))
-        self._inside.enter_context(process_groups(0, dp, meeting_file(meeting) if dp > 1 else None))
+        self._inside.enter_context(process_groups(0, trainer, meeting_file(meeting) if trainer.ranks > 1 else None))
         return Crew(self._config, self._folder)
 
     def _leave(self) -> None:
@@ -93,5 +93,5 @@ def threads(config: Config) -> int:
     Two only where OpenMP's threads sleep while they wait for each other: spinning ones make a step five times as slow as soon as
     another process wants a core.
     """
-    alone = config.run.schedule == "sync" and config.trainer.dp == 1
+    alone = config.run.schedule == "sync" and config.trainer.ranks == 1
     return min(2, os.cpu_count() or 1) if alone and os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1

@@ -75,6 +75,15 @@ def load(trained: Trained, checkpoint: Checkpoint) -> None:
     trained.module.load_state_dict(state["model"])
     with torch.no_grad():
         trained.optimizer.load_state_dict(state["optimizer"])
+    _unshare_steps(trained.optimizer)
+
+
+def _unshare_steps(optimizer: Any) -> None:
+    """megatron's distributed optimizer gives all parameters one step tensor when it loads; torch's Adam counts in place, once for each."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
 
 
 def load_weights(trained: Trained, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -98,7 +107,10 @@ def _state(trained: Trained, *, loading: bool) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "dp_reshardable",  # each rank writes its own part
+    }
 
 
 def _read(state: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

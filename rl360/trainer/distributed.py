@@ -1,4 +1,4 @@
-"""The trainer's data-parallel ranks: rank 0 in the worker, the others as its children; commands go by broadcast.
+"""The trainer's ranks: rank 0 in the worker, the others as its children; commands go by broadcast.
 
 Rank 0 sends msgpack in uint8 tensors over a group of its own. A rank waits for the next command as long as rank 0 lives: it is killed
 with rank 0 (PR_SET_PDEATHSIG), and a connection that ends wakes it too. Inside a command every collective has a deadline.
@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rl360.config import Config
+from rl360.config import Config, Trainer
 from rl360.trainer import commands
 from rl360.trainer.platform import platform
 
@@ -50,17 +50,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def process_groups(rank: int = 0, world: int = 1, meeting: Path | None = None) -> Generator[None]:
-    """Join the trainer's process groups, inside the platform. `meeting`: a file that all ranks can write, for world > 1."""
+def process_groups(rank: int = 0, trainer: Trainer | None = None, meeting: Path | None = None) -> Generator[None]:
+    """Join the trainer's process groups, inside the platform. `meeting`: a file that all ranks can write, for several ranks."""
+    trainer = trainer or Trainer()
+    world = trainer.ranks
     if (world > 1) != (meeting is not None):
         raise ValueError("several ranks need a file to meet at; one rank needs none")
     store: Any = dist.HashStore() if meeting is None else dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
     hook = sys.excepthook
-    with platform() as here:
+    with platform(rank) as here:
         dist.init_process_group(here.backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE)
         sys.excepthook = hook  # torch wraps it anew for each group, to prefix every line of an error
         try:
-            parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+            parallel_state.initialize_model_parallel(
+                trainer.tp,
+                trainer.pp,
+                context_parallel_size=trainer.cp,
+                expert_model_parallel_size=trainer.ep,
+                expert_tensor_parallel_size=1,
+                create_gloo_process_groups=False,
+            )
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # no part of a step is random; megatron wants a seed
             yield
         finally:
@@ -94,8 +103,8 @@ class Crew:
     """All ranks, as rank 0 commands them. Use it in one thread; the children are started before, see `start_children`."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._rank = Rank(config, folder, 0)
-        self._channel = Channel() if config.trainer.dp > 1 else None
+        self._rank = Rank(config, folder)
+        self._channel = Channel() if config.trainer.ranks > 1 else None
 
     def do(self, command: commands.Command) -> Answer:
         """Carry a command out on all ranks; returns rank 0's answer."""
@@ -111,7 +120,7 @@ def start_children(config: Config, folder: Path, meeting: Path) -> list[subproce
     """
     (meeting / _JOB).write_bytes(msgspec.json.encode(Job(config=config, folder=str(folder))))
     command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting), str(os.getpid())]
-    ranks = range(1, config.trainer.dp)
+    ranks = range(1, config.trainer.ranks)
     return [subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, start_new_session=True) for rank in ranks]
 
 
@@ -132,8 +141,8 @@ def rank_main(meeting: Path, rank: int) -> None:
     """A child rank: carry out commands until `Stop`."""
     job = msgspec.json.decode((meeting / _JOB).read_bytes(), type=Job)
     torch.set_num_threads(1)
-    with process_groups(rank, job.config.trainer.dp, meeting_file(meeting)):
-        me, channel = Rank(job.config, Path(job.folder), rank), Channel()
+    with process_groups(rank, job.config.trainer, meeting_file(meeting)):
+        me, channel = Rank(job.config, Path(job.folder)), Channel()
         log.info("rank %d is ready", rank)
         while not isinstance(command := channel.receive(), commands.Stop):
             me.perform(command)

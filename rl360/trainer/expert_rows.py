@@ -44,16 +44,18 @@ def expert_rows(sample: Sample, routing: Routing | None, shape: RoutingShape) ->
     return rows
 
 
-def pack_rows(rows: Sequence[Rows], lengths: Sequence[int], shape: RoutingShape) -> NDArray[np.uint8 | np.int16]:
+def pack_rows(
+    rows: Sequence[Rows], lengths: Sequence[int], shape: RoutingShape, layers: slice = slice(None)
+) -> NDArray[np.uint8 | np.int16]:
     """Rows of several samples in THD order, [sum(lengths), layers, topk]; torch knows no arithmetic on uint16, so int16 in its place.
 
-    A sequence's last token has no row. It takes experts 0, 1, …: nothing is predicted from it and no token comes after it.
+    A sequence's last token has no row, nor has padding. They take experts 0, 1, …: nothing is predicted from them.
     """
     dtype = np.uint8 if shape.dtype == "uint8" else np.int16
-    packed = np.empty((sum(lengths), shape.layers, shape.topk), dtype)
+    packed = np.empty((sum(lengths), len(range(shape.layers)[layers]), shape.topk), dtype)
     packed[:] = np.arange(shape.topk)
     start = 0
-    for block, length in zip(rows, lengths, strict=True):
+    for block, length in zip(rows, lengths, strict=False):  # sequences beyond the samples are padding
         packed[start : start + len(block)] = block
         start += length
     return packed

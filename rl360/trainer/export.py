@@ -45,7 +45,7 @@ def find(source: Path) -> Checkpoint:
 def _write_weights(checkpoint: Checkpoint, path: Path) -> None:
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
-    from rl360.trainer import dist_state, hf
+    from rl360.trainer import dist_state
     from rl360.trainer.distributed import process_groups
     from rl360.trainer.policy import Policy
     from rl360.trainer.spec import ModelSpec
@@ -53,4 +53,4 @@ def _write_weights(checkpoint: Checkpoint, path: Path) -> None:
     with process_groups():
         policy = Policy(ModelSpec.read(checkpoint.hf), config.Trainer(), temperature=1.0)
         weights = dist_state.load_weights(policy, checkpoint)
-        save_file(dict(hf.export(weights.items(), policy.spec)), path, metadata={"format": "pt"})
+        save_file(dict(policy.export(weights)), path, metadata={"format": "pt"})

@@ -1,9 +1,10 @@
-"""Weights between Hugging Face's names and layouts and megatron-core's: Qwen3 and Qwen3-MoE.
+"""Weights between Hugging Face's names and layouts and megatron-core's: Qwen3, Qwen3-MoE and K2-Horizon.
 
-The mapping is pure: `hf_names`, `join` and `split` know names and tensors, no model. megatron keeps two kinds fused:
-    linear_qkv  rows by group: the group's query heads, its key head, its value head
-    linear_fc1  rows: all of gate, then all of up
-Not covered: tensor, pipeline and expert parallel layouts (every rank holds whole tensors).
+The mapping is pure: `hf_names`, `join` and `split` know whole tensors and their names, no model. megatron keeps three kinds fused:
+    linear_qkv       rows by group: the group's query heads, its key head, its value head
+    linear_fc1       rows: all of gate, then all of up
+    experts.weight1  [experts, rows as linear_fc1, hidden]; experts.weight2 [experts, hidden, width]
+What a rank holds of a whole tensor is in `shards.py`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,43 +21,92 @@ from torch import Tensor
 
 from rl360.trainer.spec import ModelError, ModelSpec
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 _TOP = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    EMBEDDING: "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+    OUTPUT: "lm_head.weight",
 }
-_LAYER = {
+_ATTENTION = {
     "input_layernorm.weight": ("input_layernorm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "self_attention.linear_qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+}
+_QK_NORM = {
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
-    "mlp.router.weight": ("mlp.gate.weight",),
+}
+_DENSE = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_SPARSE = {
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.experts.weight1": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.weight2": ("mlp.experts.{}.down_proj.weight",),
+}
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_LAYER = _ATTENTION | _QK_NORM | _DENSE | _SPARSE
 
 
-def hf_names(name: str) -> tuple[str, ...]:
-    """HF tensors that one megatron parameter holds.
+def names(spec: ModelSpec) -> Iterator[str]:
+    """megatron's names of all parameters of a model, in a fixed order."""
+    yield EMBEDDING
+    for i in range(spec.layers):
+        sparse = spec.experts is not None and spec.experts.layers[i]
+        parts = _ATTENTION | (_QK_NORM if spec.qk_norm else {}) | (_SPARSE if sparse else _DENSE)
+        yield from (f"decoder.layers.{i}.{rest}" for rest in parts)
+    yield "decoder.final_layernorm.weight"
+    if not spec.tied:
+        yield OUTPUT
 
-    >>> hf_names("decoder.layers.2.mlp.experts.local_experts.5.linear_fc2.weight")
-    ('model.layers.2.mlp.experts.5.down_proj.weight',)
+
+def shape(name: str, spec: ModelSpec) -> tuple[int, ...]:
+    """Of a whole parameter."""
+    experts = spec.experts
+    if name in (EMBEDDING, OUTPUT):
+        return (spec.vocab, spec.hidden)
+    match name.rpartition("decoder.layers.")[2].partition(".")[2] or name:
+        case "self_attention.linear_qkv.weight":
+            return ((spec.heads + 2 * spec.groups) * spec.head_dim, spec.hidden)
+        case "self_attention.linear_proj.weight":
+            return (spec.hidden, spec.heads * spec.head_dim)
+        case "self_attention.q_layernorm.weight" | "self_attention.k_layernorm.weight":
+            return (spec.head_dim,)
+        case "mlp.linear_fc1.weight":
+            return (2 * spec.ffn_hidden, spec.hidden)
+        case "mlp.linear_fc2.weight":
+            return (spec.hidden, spec.ffn_hidden)
+        case "mlp.router.weight" if experts:
+            return (experts.count, spec.hidden)
+        case "mlp.experts.weight1" if experts:
+            return (experts.count, 2 * experts.ffn_hidden, spec.hidden)
+        case "mlp.experts.weight2" if experts:
+            return (experts.count, spec.hidden, experts.ffn_hidden)
+        case _:
+            return (spec.hidden,)
+
+
+def hf_names(name: str, experts: range = range(0)) -> tuple[str, ...]:
+    """HF tensors that one megatron parameter holds; of expert weights, those of `experts`.
+
+    >>> hf_names("decoder.layers.2.mlp.experts.weight2", range(5, 7))
+    ('model.layers.2.mlp.experts.5.down_proj.weight', 'model.layers.2.mlp.experts.6.down_proj.weight')
     """
     if name in _TOP:
         return (_TOP[name],)
-    if in_layer := _IN_LAYER.fullmatch(name):
-        layer, rest = in_layer.groups()
-        prefix = f"model.layers.{layer}."
-        if expert := _EXPERT.fullmatch(rest):
-            parts = _LAYER[f"mlp.{expert[2]}"]
-            return tuple(f"{prefix}{part.replace('mlp.', f'mlp.experts.{expert[1]}.')}" for part in parts)
-        if rest in _LAYER:
-            return tuple(prefix + part for part in _LAYER[rest])
-    raise ModelError(f"megatron parameter {name!r} has no Hugging Face name here")
+    in_layer = _IN_LAYER.fullmatch(name)
+    if in_layer is None or in_layer[2] not in _LAYER:
+        raise ModelError(f"megatron parameter {name!r} has no Hugging Face name here")
+    parts = tuple(f"model.layers.{in_layer[1]}.{part}" for part in _LAYER[in_layer[2]])
+    return tuple(part.format(e) for e in experts for part in parts) if of_experts(name) else parts
+
+
+def of_experts(name: str) -> bool:
+    """Whether a parameter has an expert's weights in each row."""
+    return ".mlp.experts." in name
 
 
 def join(name: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
@@ -64,6 +114,9 @@ def join(name: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     if name.endswith("linear_qkv.weight"):
         q, k, v = (p.reshape(spec.groups, -1, spec.head_dim, spec.hidden) for p in parts)
         return torch.cat([q, k, v], dim=1).reshape(-1, spec.hidden)
+    if of_experts(name):
+        each = 2 if name.endswith("weight1") else 1
+        return torch.stack([torch.cat(list(parts[i : i + each])) for i in range(0, len(parts), each)])
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -73,35 +126,34 @@ def split(name: str, tensor: Tensor, spec: ModelSpec) -> tuple[Tensor, ...]:
         queries = spec.heads // spec.groups
         by_group = tensor.view(spec.groups, queries + 2, spec.head_dim, spec.hidden)
         return tuple(part.reshape(-1, spec.hidden) for part in by_group.split([queries, 1, 1], dim=1))
-    return tensor.chunk(len(hf_names(name)))
+    if of_experts(name):
+        return tuple(part for expert in tensor for part in expert.chunk(2 if name.endswith("weight1") else 1))
+    return tensor.chunk(2) if name.endswith("linear_fc1.weight") else (tensor,)
 
 
-def as_megatron(parameters: Iterable[tuple[str, Tensor]], weights: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict[str, Tensor]:
-    """HF weights under megatron's names. Raises ModelError when one is missing, left over or of another shape than its parameter."""
-    left = set(weights)
-    made: dict[str, Tensor] = {}
-    for name, parameter in parameters:
-        names = hf_names(name)
-        if missing := [n for n in names if n not in weights]:
-            raise ModelError(f"{where}: tensor {missing[0]!r} is missing")
-        parts = [weights[n] for n in names]
-        for n, part, held in zip(names, parts, split(name, parameter.detach(), spec), strict=True):
-            if part.shape != held.shape:
-                raise ModelError(f"{where}: {n} has shape {list(part.shape)}, config.json makes it {list(held.shape)}")
-        made[name] = join(name, parts, spec)
-        left.difference_update(names)
+def check_names(weights: Iterable[str], spec: ModelSpec, where: str) -> None:
+    """Raises ModelError when a tensor is missing, or belongs to nothing."""
+    every = range(spec.experts.count) if spec.experts else range(0)
+    wanted = [hf_name for name in names(spec) for hf_name in hf_names(name, every)]
+    held = set(weights)
+    if missing := next((name for name in wanted if name not in held), None):
+        raise ModelError(f"{where}: tensor {missing!r} is missing")
+    left = held.difference(wanted)
     if spec.tied:
         left.discard("lm_head.weight")  # some writers store the shared tensor twice
     if left:
         raise ModelError(f"{where}: tensor {min(left)!r} belongs to no part of the model that config.json describes")
-    return made
 
 
-def export(parameters: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Stream (HF name, tensor). Each tensor is a copy: it doesn't change with the next optimizer step."""
-    for name, parameter in parameters:
-        for hf_name, part in zip(hf_names(name), split(name, parameter.detach(), spec), strict=True):
-            yield hf_name, part.clone(memory_format=torch.contiguous_format)
+def whole(name: str, weights: Mapping[str, Tensor], spec: ModelSpec, where: str, experts: range = range(0)) -> Tensor:
+    """A parameter made of HF weights; of expert weights, those of `experts`. Raises ModelError when a shape is wrong."""
+    hf = hf_names(name, experts)
+    parts = [weights[n] for n in hf]
+    like = torch.empty((len(experts), *shape(name, spec)[1:]) if of_experts(name) else shape(name, spec), device="meta")
+    for n, part, due in zip(hf, parts, split(name, like, spec), strict=True):
+        if part.shape != due.shape:
+            raise ModelError(f"{where}: {n} has shape {list(part.shape)}, config.json makes it {list(due.shape)}")
+    return join(name, parts, spec)
 
 
 class HFWeights(Mapping[str, Tensor]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +24,21 @@ from rl360 import config
 from rl360.trainer import platform as _megatron_importable  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 # isort: split
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from rl360.trainer import hf
 from rl360.trainer.agreement import Agreement
+from rl360.trainer.attention import Packing
 from rl360.trainer.batch import PackedBatch
+from rl360.trainer.layout import Layout
 from rl360.trainer.loss import LossSums, Objective, add_up, policy_loss
 from rl360.trainer.model import OutputRows, build_model, transformer_config
 from rl360.trainer.replay_router import Choices, RouterReplay
+from rl360.trainer.scores import token_scores
+from rl360.trainer.shards import Shards
 from rl360.trainer.spec import ModelError, ModelSpec
 
 T = TypeVar("T")
@@ -47,7 +50,10 @@ class PolicyError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step: the gradient of all ranks, the rest of this rank's microbatches alone. See `LossSums` for sums and maxima."""
+    """Of one optimizer step: the gradient of all ranks, the rest of this rank's microbatches alone. See `LossSums` for sums and maxima.
+
+    Sums, maxima and agreement are empty but on ranks whose scores count (`Layout.scores`).
+    """
 
     grad_norm: float  # before clipping
     sums: dict[str, float]
@@ -66,20 +72,22 @@ class Scores:
 
 
 class Policy:
-    """A megatron GPTModel with its optimizer. All ranks of a data-parallel group hold the same weights."""
+    """A megatron GPTModel, or this rank's part of it, with its optimizer. Every call is made on all ranks alike."""
 
     def __init__(self, spec: ModelSpec, trainer: config.Trainer, temperature: float) -> None:
         self.spec = spec
         self.objective = Objective.of(trainer)
         self._temperature = temperature
         self._device = torch.device(torch.cuda.current_device())
-        self._config = transformer_config(spec, trainer)
-        data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        model = build_model(spec, self._config)
-        self._output_rows = OutputRows(model)
+        self.layout = Layout.here()
+        self._config = transformer_config(spec, trainer, self.layout)
+        data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=trainer.distributed_optimizer)
+        model = build_model(spec, self._config, self.layout)
+        self._output_rows = OutputRows(model) if self.layout.last_stage else None
+        self._shards = Shards(model, self._config, spec, self.layout)
         if trainer.routing_replay and spec.experts is None:
             raise ModelError("the policy has no experts to replay: set trainer.routing_replay = false")
-        self._replay = RouterReplay(model, recomputed=trainer.recompute == "full") if trainer.routing_replay else None
+        self._replay = RouterReplay(model, self.layout, recomputed=trainer.recompute == "full") if trainer.routing_replay else None
         self._model = DistributedDataParallel(self._config, data_parallel, model)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(  # pyright: ignore[reportAttributeAccessIssue]
             _optimizer_config(trainer), [self._model], use_gloo_process_groups=False
@@ -98,10 +106,15 @@ class Policy:
 
     def load_hf(self, folder: Path) -> None:
         """Replace the weights by those of a folder in HF layout."""
-        weights = hf.as_megatron(self.parameters(), hf.HFWeights(folder), self.spec, str(folder))
+        own = dict(self.parameters())
         with torch.no_grad():
-            for name, parameter in self.parameters():
-                parameter.copy_(weights[name])
+            for name, weight in self.hf_weights(folder):
+                own[name].copy_(weight)
+        self.optimizer.reload_model_params()
+
+    def hf_weights(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of a folder in HF layout, by `parameters`' names. Raises ModelError."""
+        return self._shards.take(hf.HFWeights(folder), str(folder))
 
     @property
     def module(self) -> torch.nn.Module:
@@ -112,19 +125,20 @@ class Policy:
         """megatron's names and the live parameters."""
         return self.module.named_parameters()
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (HF name, copy of the tensor)."""
-        return hf.export(self.parameters(), self.spec)
+    def export(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream (HF name, copy of the tensor) on rank 0, nothing on others; of other `weights` by `parameters`' names when given."""
+        return self._shards.export(dict(self.parameters()) if weights is None else weights)
 
     # ------------------------------------------------------------------------------------------------ forward, backward
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Log-prob of the sampled targets of each microbatch, float32 [T], at the sampling temperature, without gradient.
 
-        All ranks must call it with equally many microbatches.
+        All ranks must call it with equally many microbatches. 0 on all stages but the last.
         """
         with torch.no_grad():
-            return self._run(batches, lambda batch, scores: (scores.logprobs.sum(), scores.logprobs), backward=False)
+            found = self._run(batches, lambda batch, scores: (scores.logprobs.sum(), scores.logprobs), backward=False)
+        return found if self.layout.last_stage else [torch.zeros_like(batch.sampler_logprobs) for batch in batches]
 
     def step(
         self,
@@ -194,9 +208,11 @@ class Policy:
         def forward(batches: Iterator[PackedBatch], model: Callable[..., Tensor]) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
             rows = _rows_with_target(batch)
-            self._output_rows.ask(rows)
+            if self._output_rows is not None:
+                self._output_rows.ask(rows)
+            packing = Packing.of(batch, self.spec.head_dim, self.spec.rope_theta)
             with nullcontext() if self._replay is None else self._replay.forward(batch):
-                logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=_packed(batch))
+                logits = model(batch.ids[None], batch.positions[None], None, packed_seq_params=packing)
             return logits, partial(score, batch, rows)
 
         def score(batch: PackedBatch, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, T]:
@@ -209,7 +225,7 @@ class Policy:
                 data_iterator=(batch.to(self._device) for batch in batches),
                 model=[self._model],
                 num_microbatches=len(batches),
-                seq_length=1,  # real lengths are in the batches
+                seq_length=self.layout.tp,  # real lengths are in the batches
                 micro_batch_size=1,
                 forward_only=not backward,
             )
@@ -218,13 +234,11 @@ class Policy:
                 self._replay.forget()
 
     def _scores(self, logits: Tensor, batch: PackedBatch, rows: Tensor) -> Scores:
-        """Of `logits` [rows, vocab], at the sampling temperature."""
-        logits = logits.float() / self._temperature if self._temperature != 1.0 else logits.float()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.entropy_coef > 0):
-            entropy = _entropy(logits)
-        # the cross entropy overwrites what it is given, and the entropy's backward still needs it
-        given = logits.clone() if entropy.requires_grad else logits
-        logprobs = -vocab_parallel_cross_entropy(given.unsqueeze(1), batch.targets[rows].unsqueeze(1)).squeeze(1)
+        """Of `logits` [rows, vocabulary part], at the sampling temperature."""
+        group = mpu.get_tensor_model_parallel_group()
+        logprobs, entropy = token_scores(logits, batch.targets[rows], self._temperature, group=group, index=self.layout.tp_rank)
+        if self.objective.entropy_coef == 0:
+            entropy = entropy.detach()
         return Scores(_spread(logprobs, rows, batch), _spread(entropy, rows, batch))
 
 
@@ -237,21 +251,6 @@ def _rows_with_target(batch: PackedBatch) -> Tensor:
 def _spread(values: Tensor, rows: Tensor, batch: PackedBatch) -> Tensor:
     """Values of some rows as [T], 0 elsewhere."""
     return values.new_zeros(len(batch.ids)).index_copy(0, rows, values)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Of each row, in nats; a block of rows at a time to bound memory."""
-    return torch.cat([_block_entropy(block) for block in logits.split(1024)])
-
-
-def _block_entropy(logits: Tensor) -> Tensor:
-    logp = logits.log_softmax(-1)
-    return -(logp.exp() * logp).sum(-1)
-
-
-def _packed(batch: PackedBatch) -> PackedSeqParams:
-    cu, longest = batch.cu_seqlens, batch.max_seqlen
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def _sum_gradients(models: list[torch.nn.Module], num_tokens: object = None, **rest: Any) -> None:
@@ -268,6 +267,7 @@ def _optimizer_config(trainer: config.Trainer) -> OptimizerConfig:
         adam_beta1=trainer.betas[0],
         adam_beta2=trainer.betas[1],
         clip_grad=trainer.clip_grad,
-        params_dtype=torch.float32,
-        use_distributed_optimizer=False,
+        bf16=trainer.dtype == "bfloat16",
+        params_dtype=getattr(torch, trainer.dtype),
+        use_distributed_optimizer=trainer.distributed_optimizer,
     )

@@ -1,4 +1,4 @@
-"""One data-parallel rank: holds the policy and carries out commands. Rank 0 is no different, it only gets the answers too.
+"""One rank: holds the policy, or its part of it, and carries out commands. Rank 0 is no different, it only gets the answers too.
 
 Everything here runs inside the platform, in one thread.
 """
@@ -6,26 +6,28 @@ Everything here runs inside the platform, in one thread.
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl360.bus.blobs import BlobStore
 from rl360.bus.sample import SampleError
 from rl360.config import Config
-from rl360.trainer import checkpoints, commands, dist_state, hf
+from rl360.trainer import checkpoints, commands, dist_state, exchange
 from rl360.trainer.agreement import Agreement
-from rl360.trainer.batch import Microbatch, PackedBatch, TrainSample, pack, train_sample
+from rl360.trainer.batch import Microbatch, PackedBatch, Replay, TrainSample, pack, train_sample
 from rl360.trainer.commands import SampleRef, Train
 from rl360.trainer.copies import WeightCopies
 from rl360.trainer.loss import Objective, merge_sums
+from rl360.trainer.model import own_layers
 from rl360.trainer.policy import Policy, StepResult
 from rl360.trainer.progress import LAG
 from rl360.trainer.spec import ModelSpec
@@ -48,15 +50,15 @@ class Answer:
 
 
 class Rank:
-    """`rank` of `config.trainer.dp` ranks; `folder` is the run's."""
+    """One of `config.trainer.ranks` ranks; `folder` is the run's."""
 
-    def __init__(self, config: Config, folder: Path, rank: int) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
         self._blobs = BlobStore(folder / "blobs")
         self._root = folder / checkpoints.FOLDER
         self._start = config.policy.folder
         self.policy = Policy(ModelSpec.read(self._start), config.trainer, config.sampling.temperature)
-        self._replays = self.policy.spec.experts.routing if config.trainer.routing_replay and self.policy.spec.experts else None
+        self._replays = _replay(self.policy) if config.trainer.routing_replay else None
         self._version = START
         self._recomputes = config.trainer.old_policy == "keep_old_actor"
         lags = self._recomputes or LAG[config.run.schedule] > 0
@@ -107,7 +109,7 @@ class Rank:
     def _weights(self, version: int) -> Mapping[str, Tensor] | None:
         """Weights of an older version by megatron name, from where they lie."""
         if version == START:
-            return hf.as_megatron(self.policy.parameters(), hf.HFWeights(self._start), self.policy.spec, str(self._start))
+            return dict(self.policy.hf_weights(self._start))
         checkpoint = checkpoints.of_version(self._root, version) if version > START else None
         return None if checkpoint is None else dist_state.load_weights(self.policy, checkpoint)
 
@@ -119,7 +121,7 @@ class Rank:
             weights = self._copies.weights(version) if version in self._copies else self._weights(version)
             if weights is None:
                 raise checkpoints.CheckpointError(f"{self._root}: no checkpoint of version {version}, which the engines still serve")
-            named = hf.export(weights.items(), self.policy.spec)
+            named = self.policy.export(weights)
         dtype: torch.dtype = getattr(torch, self._config.engine.dtype)
         return {name: tensor.to("cpu", dtype) for name, tensor in named}
 
@@ -138,7 +140,8 @@ class Rank:
         self._copies.hold(self._version, self.policy.parameters())
         agreement.merge(result.agreement)
         seconds = {"load": loaded - started, "old_logprobs": scored - loaded, **result.seconds}
-        return _answer(result, agreement, _Staleness.of(batches, train.version), train.divisor, seconds)
+        stale = _Staleness.of(batches, train.version)
+        return _answer(result, agreement, stale, train.divisor, seconds, scores=self.policy.layout.scores)
 
     def gradient(self, train: Train, objective: Objective) -> Tensor:
         """What `Train` would hand to the optimizer under `objective`, float32 [parameters]; nothing changes. For replays."""
@@ -151,7 +154,9 @@ class Rank:
             self.policy.objective = own
 
     def _batches(self, train: Train) -> list[PackedBatch]:
-        return [pack(Microbatch(tuple(map(self._read, refs))), self._replays) for refs in train.ranks[self._rank]]
+        layout = self.policy.layout
+        own = (Microbatch(tuple(map(self._read, refs))) for refs in train.ranks[layout.dp_rank])
+        return [layout.tokens(pack(microbatch, self._replays, layout.token_multiple)) for microbatch in own]
 
     def _ref_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
         """Under the starting policy, which routes by itself: what the sampler chose is no part of it (S11)."""
@@ -189,18 +194,32 @@ class _Staleness:
     total: float
     maximum: float
 
+    @property
+    def part(self) -> _Part:
+        return _Part({"stale": self.total}, {"stale": self.maximum})
+
     @staticmethod
     def of(batches: Sequence[PackedBatch], version: int) -> _Staleness:
         lags = torch.cat([version - batch.versions[batch.mask] for batch in batches])
         return _Staleness(lags.sum().item(), lags.max().item() if len(lags) else 0.0)
 
 
-def _answer(result: StepResult, agreement: Agreement, stale: _Staleness, divisor: float, seconds: Mapping[str, float]) -> Answer:
-    """Add up over ranks and name the metrics."""
-    sums = {**result.sums, "agree/tokens": agreement.tokens, "agree/total": agreement.total, "stale": stale.total}
-    sums |= {"choices/rows": result.choices.rows, "choices/differ": result.choices.differ}
-    maxima = {**result.maxima, "agree": agreement.maximum, "stale": stale.maximum}
-    sums, maxima = _reduced(sums, dist.ReduceOp.SUM), _reduced(maxima, dist.ReduceOp.MAX)
+def _replay(policy: Policy) -> Replay:
+    """The recorded layers that this rank's stage replays."""
+    experts, own = policy.spec.experts, own_layers(policy.spec, policy.layout)
+    assert experts is not None  # the policy refused it
+    return Replay(experts.routing, slice(sum(experts.layers[: own.start]), sum(experts.layers[: own.stop])))
+
+
+def _answer(
+    result: StepResult, agreement: Agreement, stale: _Staleness, divisor: float, seconds: Mapping[str, float], *, scores: bool
+) -> Answer:
+    """Add up over ranks and name the metrics. `scores`: this rank's log-probs count."""
+    own = [
+        _Part({"choices/rows": result.choices.rows, "choices/differ": result.choices.differ}, {}),
+        *([_Part(result.sums, result.maxima), _Part(agreement.sums, {"agree": agreement.maximum}), stale.part] if scores else []),
+    ]
+    sums, maxima = _reduced(own)
     compared, total, worst = sums.pop("agree/tokens"), sums.pop("agree/total"), maxima.pop("agree")
     lag, oldest = sums.pop("stale"), maxima.pop("stale")
     replayed, differ = sums.pop("choices/rows"), sums.pop("choices/differ")
@@ -219,9 +238,18 @@ def _answer(result: StepResult, agreement: Agreement, stale: _Staleness, divisor
     return Answer(loss=loss, grad_norm=result.grad_norm, metrics={**metrics, "train/loss": loss}, seconds=seconds)
 
 
-def _reduced(values: Mapping[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
-    """Over all ranks; they have the same keys, since they run the same objective."""
-    keys = sorted(values)
-    tensor = torch.tensor([values[k] for k in keys], dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
-    dist.all_reduce(tensor, op=op)
-    return dict(zip(keys, cast(list[float], tensor.tolist()), strict=True))
+class _Part(msgspec.Struct, frozen=True):
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+def _reduced(own: Sequence[_Part]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of all ranks. They bring different keys: log-probs are on the last stage alone."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for found in itertools.chain.from_iterable(exchange.gather(list(own), list[_Part])):
+        for key, value in found.sums.items():
+            sums[key] = sums.get(key, 0.0) + value
+        for key, value in found.maxima.items():
+            maxima[key] = max(maxima.get(key, value), value)
+    return sums, maxima

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl360.trainer.batch import PackedBatch
 from rl360.trainer.expert_rows import ReplayError
+from rl360.trainer.layout import Layout, part
 
 Choice = tuple[Tensor, Tensor]
 """Scores [t, topk] and ids int64 [t, topk] of the chosen experts."""
@@ -33,10 +34,13 @@ class Choices:
 
 
 class RouterReplay:
-    """The experts of a model's routers, microbatch by microbatch. `recomputed`: layers run again in the backward."""
+    """The experts of a model's routers, microbatch by microbatch. `recomputed`: layers run again in the backward.
 
-    def __init__(self, model: torch.nn.Module, *, recomputed: bool) -> None:
-        self._recomputed = recomputed
+    Between tensor-parallel ranks a router sees its rank's run of the tokens alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, layout: Layout, *, recomputed: bool) -> None:
+        self._layout, self._recomputed = layout, recomputed
         self._routers: list[_Router] = []
         for layer in cast(Any, model).decoder.layers:
             if hasattr(layer.mlp, "router"):
@@ -51,10 +55,10 @@ class RouterReplay:
     @contextmanager
     def forward(self, batch: PackedBatch) -> Generator[None]:
         """Around a microbatch's forward. A batch without experts lets routers choose for themselves (a reference's pass)."""
-        by_layer = [None] * self.layers if batch.experts is None else list(batch.experts.unbind(1))
+        by_layer = [None] * self.layers if batch.experts is None else list(self._own(batch.experts).unbind(1))
         if len(by_layer) != self.layers:
             raise ReplayError(f"experts of {len(by_layer)} layers for {self.layers} MoE layers")
-        recorded = _recorded(batch) if torch.is_grad_enabled() else None
+        recorded = self._own(batch.recorded) if torch.is_grad_enabled() else None
         for router, rows in zip(self._routers, by_layer, strict=True):
             router.now, router.recorded, router.in_forward = rows, recorded, True
             if self._recomputed and torch.is_grad_enabled():
@@ -64,6 +68,9 @@ class RouterReplay:
         finally:
             for router in self._routers:
                 router.now, router.in_forward = None, False
+
+    def _own(self, rows: Tensor) -> Tensor:
+        return part(rows, self._layout.tp_rank, self._layout.tp)
 
     def forget(self) -> None:
         """After a step: nothing is left to recompute."""
@@ -78,13 +85,6 @@ class RouterReplay:
             found.differ += sum(float(n) for _, n in router.counted)
             router.counted.clear()
         return found
-
-
-def _recorded(batch: PackedBatch) -> Tensor:
-    """bool [t]: all but the last token of each sequence have a row."""
-    rows = torch.ones_like(batch.mask)
-    rows[batch.cu_seqlens[1:].long() - 1] = False
-    return rows
 
 
 class _Router:

@@ -50,6 +50,8 @@ class ModelSpec:
     context: int
     tied: bool  # output layer shares the embedding
     experts: Experts | None = None
+    qk_norm: bool = True  # queries and keys are normed, a head at a time
+    norm_groups: int = 1  # parts of the hidden state that are normed each by itself
 
     @staticmethod
     def read(folder: Path) -> ModelSpec:

@@ -12,7 +12,7 @@ from rl360.bus import sample as wire
 from rl360.bus.sample import Routing, Sample
 from rl360.sessions.routing import RoutingShape, pack_rows
 from rl360.trainer import expert_rows
-from rl360.trainer.batch import Microbatch, pack, train_sample
+from rl360.trainer.batch import Microbatch, Replay, pack, train_sample
 from rl360.trainer.expert_rows import ReplayError
 
 SHAPE = RoutingShape(layers=2, topk=2, experts=5)
@@ -70,7 +70,7 @@ def test_s8_packed_rows_stand_at_their_own_tokens(lengths, wide):
     samples = [sample_of([0] * (n - 1) + [1]) for n in lengths]
     routings = [routing_of(s, shape, seed=i) for i, s in enumerate(samples)]
     trained = [train_sample(wire.encode(s), advantage=1.0, routing=wire.encode(r)) for s, r in zip(samples, routings, strict=True)]
-    experts = pack(Microbatch(tuple(trained)), shape).experts
+    experts = pack(Microbatch(tuple(trained)), Replay(shape)).experts
     assert experts is not None
     assert experts.shape == (sum(lengths), 3, 2)
     start = 0
@@ -81,7 +81,7 @@ def test_s8_packed_rows_stand_at_their_own_tokens(lengths, wide):
 
 
 def test_an_empty_microbatch_has_rows_that_can_be_replayed():
-    experts = pack(Microbatch(()), SHAPE).experts
+    experts = pack(Microbatch(()), Replay(SHAPE)).experts
     assert experts is not None
     assert experts.tolist() == [[[0, 1], [0, 1]]] * 2
 

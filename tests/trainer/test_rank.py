@@ -61,7 +61,7 @@ def trained(rank: Rank, run: Path, folder: Path, steps: int) -> checkpoints.Chec
 
 
 def test_s22_a_kl_term_is_measured_against_the_starting_policy(dense_folder, tmp_path, groups):
-    rank = Rank(recipe(dense_folder, kl_coef=0.1), tmp_path, 0)
+    rank = Rank(recipe(dense_folder, kl_coef=0.1), tmp_path)
     rank.perform(Restore())
     first = rank.perform(command(tmp_path, 0, 0))
     second = rank.perform(command(tmp_path, 1, 1))
@@ -71,18 +71,18 @@ def test_s22_a_kl_term_is_measured_against_the_starting_policy(dense_folder, tmp
 
 def test_s22_after_a_restart_the_old_actors_come_from_their_checkpoints(dense_folder, tmp_path, groups):
     config = recipe(dense_folder, old_policy="keep_old_actor", max_staleness=2)
-    rank = Rank(config, tmp_path, 0)
+    rank = Rank(config, tmp_path)
     rank.perform(Restore())
     last = trained(rank, tmp_path, dense_folder, 3)
     expected = rank.perform(command(tmp_path, 3, 1, seed=9)).metrics
-    again = Rank(config, tmp_path, 0)
+    again = Rank(config, tmp_path)
     again.perform(Restore(str(last.path)))
     assert again.perform(command(tmp_path, 3, 1, seed=9)).metrics == expected
     assert expected["staleness/max"] == 2
 
 
 def test_s22_a_version_that_is_gone_is_named(dense_folder, tmp_path, groups):
-    rank = Rank(recipe(dense_folder, old_policy="keep_old_actor"), tmp_path, 0)
+    rank = Rank(recipe(dense_folder, old_policy="keep_old_actor"), tmp_path)
     rank.perform(Restore())
     with pytest.raises(CopyError, match="version 7"):
         rank.perform(command(tmp_path, 8, 7))
@@ -90,18 +90,18 @@ def test_s22_a_version_that_is_gone_is_named(dense_folder, tmp_path, groups):
 
 def test_a_damaged_older_checkpoint_is_said_and_only_its_version_is_lost(dense_folder, tmp_path, groups, caplog):
     config = recipe(dense_folder, old_policy="keep_old_actor", max_staleness=2)
-    rank = Rank(config, tmp_path, 0)
+    rank = Rank(config, tmp_path)
     rank.perform(Restore())
     last = trained(rank, tmp_path, dense_folder, 3)
     (tmp_path / "checkpoints" / "step-000000" / "weights" / "common.pt").write_bytes(b"")
-    again = Rank(config, tmp_path, 0)
+    again = Rank(config, tmp_path)
     again.perform(Restore(str(last.path)))
     assert "version 1 are not held" in caplog.text
     assert again._copies.versions == [2, 3]
 
 
 def test_weights_of_an_older_version_are_exported_from_where_they_lie(dense_folder, tmp_path, groups):
-    rank = Rank(recipe(dense_folder), tmp_path, 0)
+    rank = Rank(recipe(dense_folder), tmp_path)
     rank.perform(Restore())
     trained(rank, tmp_path, dense_folder, 2)
     start = load_file(dense_folder / "model.safetensors")
@@ -113,13 +113,13 @@ def test_weights_of_an_older_version_are_exported_from_where_they_lie(dense_fold
 
 
 def test_weights_are_exported_in_the_engines_dtype(moe_folder, tmp_path, groups):
-    rank = Rank(recipe(moe_folder, dtype="bfloat16"), tmp_path, 0)
+    rank = Rank(recipe(moe_folder, dtype="bfloat16"), tmp_path)
     rank.perform(Restore())
     assert {t.dtype for t in rank.perform(Export(0)).weights.values()} == {torch.bfloat16}
 
 
 def test_a_sample_that_differs_from_its_event_is_refused_by_name(dense_folder, tmp_path, groups):
-    rank = Rank(recipe(dense_folder), tmp_path, 0)
+    rank = Rank(recipe(dense_folder), tmp_path)
     rank.perform(Restore())
     good = command(tmp_path, 0, 0)
     ref = good.ranks[0][0][0]

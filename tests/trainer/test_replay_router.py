@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rl360 import config
-from rl360.sessions.routing import RoutingShape, pack_rows
-from rl360.trainer.batch import Microbatch, PackedBatch, TrainSample, pack, plan_batch, weigh
+from rl360.sessions.routing import pack_rows
+from rl360.trainer.batch import Microbatch, PackedBatch, Replay, TrainSample, pack, plan_batch, weigh
 from rl360.trainer.expert_rows import ReplayError
 from rl360.trainer.policy import Policy
 from rl360.trainer.spec import ModelError
@@ -79,14 +79,14 @@ def perturb(policy: Policy, sampler: Sampler, scale: float) -> None:
             weights[name].copy_(gate.weight)
 
 
-def routing_shape(policy: Policy) -> RoutingShape:
+def recorded_shape(policy: Policy) -> Replay:
     assert policy.spec.experts is not None
-    return policy.spec.experts.routing
+    return Replay(policy.spec.experts.routing)
 
 
 def batches_of(policy: Policy, samples: list[TrainSample], bound: int) -> list[PackedBatch]:
     plan = plan_batch(samples, dp=1, microbatch_tokens=bound)
-    return [pack(m, routing_shape(policy)) for m in plan.ranks[0]]
+    return [pack(m, recorded_shape(policy)) for m in plan.ranks[0]]
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
@@ -189,5 +189,5 @@ def test_replay_without_recorded_experts_is_refused_in_the_recipe():
 def test_an_empty_microbatch_is_replayed_too(moe_folder, groups):
     policy = Policy.from_hf(moe_folder, RECOMPUTE, 1.0)
     samples, divisor = weigh(recorded(random_samples([20, 30]), Sampler(moe_folder)), "token_mean")
-    empty = pack(Microbatch(()), routing_shape(policy))
+    empty = pack(Microbatch(()), recorded_shape(policy))
     assert policy.step([*batches_of(policy, list(samples), 100), empty], divisor, version=0).grad_norm > 0
