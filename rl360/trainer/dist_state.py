@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 
 from rl360.trainer.checkpoints import Checkpoint, CheckpointError, aside
+
+_STEPS: Final = "optimizer_steps"
 
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # torch's telemetry, hundreds of lines a checkpoint at DEBUG
 
@@ -71,19 +73,46 @@ def write(trained: Trained, root: Path, step: int) -> None:
 
 def load(trained: Trained, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights and optimizer state into place. All ranks call it. Raises CheckpointError."""
+    _make_room(trained.optimizer)
     state = _read(_state(trained, loading=True), checkpoint)
     trained.module.load_state_dict(state["model"])
+    steps = float(state.get(_STEPS, 0.0))  # not in checkpoints of the first release, whose one layout needs no help
+    _tell_steps(state["optimizer"], steps)
     with torch.no_grad():
         trained.optimizer.load_state_dict(state["optimizer"])
-    _unshare_steps(trained.optimizer)
+    for part in _adams(trained.optimizer) if steps else ():
+        for moments in part.state.values():
+            moments["step"] = torch.tensor(steps)
 
 
-def _unshare_steps(optimizer: Any) -> None:
-    """megatron's distributed optimizer gives all parameters one step tensor when it loads; torch's Adam counts in place, once for each."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
+def _make_room(optimizer: Any) -> None:
+    """megatron's distributed optimizer asks torch's Adam for its step before it loads: a fresh one has none."""
+    for part in _adams(optimizer):
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                if not part.state[parameter]:
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    part.state[parameter] = {**moments, "step": torch.tensor(0.0)}
+
+
+def _tell_steps(state: Any, steps: float) -> None:
+    """Beside each parameter's moments. megatron keeps Adam's step as rank 0 knows it, by parameters that other ranks may lack."""
+    if isinstance(state, dict):
+        if "exp_avg" in state and steps:
+            state["step"] = torch.tensor(steps)
+        for part in list(state.values()):
+            _tell_steps(part, steps)
+
+
+def _steps(optimizer: Any) -> float:
+    """Optimizer steps made, the same for every parameter."""
+    return max((float(moments["step"]) for part in _adams(optimizer) for moments in part.state.values()), default=0.0)
+
+
+def _adams(optimizer: Any) -> list[torch.optim.Adam]:
+    """torch's own inside megatron's optimizers; none when Transformer Engine or Apex bring theirs."""
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [part for part in parts if isinstance(part, torch.optim.Adam)]  # AdamW is one too
 
 
 def load_weights(trained: Trained, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -103,7 +132,8 @@ def _into_fresh(entry: Any) -> Any:
 
 def _state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     model = trained.module.sharded_state_dict(metadata=_metadata())
-    return {"model": model, "optimizer": trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata())}
+    optimizer = trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
+    return {"model": model, "optimizer": optimizer, _STEPS: _steps(trained.optimizer)}
 
 
 def _metadata() -> dict[str, Any]:

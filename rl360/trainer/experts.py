@@ -37,8 +37,7 @@ class TorchExperts(MegatronModule):
         for weight in (self.weight1, self.weight2):
             torch.nn.init.normal_(weight, std=0.02)
             tags = cast(Any, weight)
-            # their gradients are summed over the ranks that hold the same experts, which are not those that hold the same dense weights
-            tags.allreduce = config.expert_model_parallel_size == 1 and config.tensor_model_parallel_size == 1
+            tags.allreduce = False  # gradients are summed over the ranks that hold the same experts, not the same dense weights
             tags.tensor_model_parallel, tags.partition_dim, tags.partition_stride = True, 0, 1  # each counts in the gradient norm
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
