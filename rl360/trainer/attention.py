@@ -8,7 +8,9 @@ tokens of all heads for all tokens of its heads, and back. Not covered: dropout,
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, cast
 
 import torch
@@ -206,7 +208,7 @@ class TorchRMSNorm(torch.nn.Module):
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps, self.groups)
+        return _norm(self.weight.shape[0] // self.groups, self.groups, self.eps)(x, self.weight)
 
 
 def rms_norm(groups: int) -> type[TorchRMSNorm]:
@@ -214,12 +216,17 @@ def rms_norm(groups: int) -> type[TorchRMSNorm]:
     return TorchRMSNorm if groups == 1 else type("GroupedRMSNorm", (TorchRMSNorm,), {"groups": groups})
 
 
-@compiled
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    if groups == 1:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    grouped = F.rms_norm(x.unflatten(-1, (groups, -1)), (x.shape[-1] // groups,), eps=eps)
-    return grouped.flatten(-2) * weight
+@lru_cache
+def _norm(size: int, groups: int, eps: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of vectors of `groups` parts of `size`. A function a size: fused kernels for a known size are quicker."""
+
+    @compiled
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        if groups == 1:
+            return F.rms_norm(x, (size,), weight, eps)
+        return F.rms_norm(x.unflatten(-1, (groups, size)), (size,), eps=eps).flatten(-2) * weight
+
+    return norm
 
 
 def with_torch_parts(block: TransformerBlockSubmodules, *, norm_groups: int) -> TransformerBlockSubmodules:

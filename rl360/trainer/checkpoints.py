@@ -1,7 +1,8 @@
 """Checkpoints in megatron's distributed format, each complete or absent.
 
     checkpoints/step-000012/            after the optimizer step of step 12
-        manifest.json                   written last: step, version, the step's StepTrained event, size and digest of every file
+        manifest.json                   written last: step, version, the step's StepTrained event, the journal's newest event that
+                                        it was made from, size and digest of every file
         weights/                        megatron dist_checkpointing (torch_dist): model and optimizer
         hf/                             config.json and tokenizer files, for export
 
@@ -38,14 +39,22 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blake3: str
 
 
+class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An event of the journal: its sequence and when it was recorded (unix seconds). A journal without it is not the checkpoint's."""
+
+    seq: int
+    time: float
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`event` is the encoded StepTrained of this step."""
+    """`event` is the encoded StepTrained of this step; `seen` the newest event that the step was made from."""
 
     format: int
     step: int
     version: int
     event: bytes
     files: dict[str, FileRecord]
+    seen: Seen | None = None
 
 
 @dataclass(frozen=True)
@@ -82,19 +91,19 @@ def aside(root: Path, step: int) -> Path:
     return root / f"{name_of(step)}.tmp"
 
 
-def commit(root: Path, *, step: int, version: int, event: bytes, hf_source: Path) -> Checkpoint:
+def commit(root: Path, *, step: int, version: int, event: bytes, hf_source: Path, seen: Seen | None = None) -> Checkpoint:
     """Complete the checkpoint that stands aside: manifest last, everything on disk, then the rename."""
     written = aside(root, step)
     copy_hf_files(hf_source, written / "hf")
     files = {str(p.relative_to(written)): _record(p) for p in sorted(written.rglob("*")) if p.is_file()}
-    manifest = Manifest(format=FORMAT, step=step, version=version, event=event, files=files)
+    manifest = Manifest(format=FORMAT, step=step, version=version, event=event, files=files, seen=seen)
     for name in files:
         _sync(written / name)
     (written / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(written / MANIFEST)
     final = root / name_of(step)
     if final.exists():  # one that `latest` refused, or the process would not be making this step again
-        os.replace(final, _free_name(final))
+        set_aside(final, "damaged")
     os.replace(written, final)
     _sync(final.parent)
     return Checkpoint(final, manifest)
@@ -108,10 +117,12 @@ def copy_hf_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _free_name(final: Path) -> Path:
+def set_aside(final: Path, why: str) -> Path:
+    """Rename a checkpoint, so that nothing takes it for one; returns its new path."""
     n = 1
-    while (name := final.with_name(f"{final.name}.damaged-{n}")).exists():
+    while (name := final.with_name(f"{final.name}.{why}-{n}")).exists():
         n += 1
+    os.replace(final, name)
     return name
 
 
@@ -141,6 +152,19 @@ def latest(root: Path) -> Latest:
         except CheckpointError as e:
             passed_over.append(str(e))
     return Latest(None, tuple(passed_over))
+
+
+def seen(root: Path) -> dict[Path, Seen]:
+    """What each checkpoint says it was made from. Those that don't say, or can't be read, are left out: `latest` judges them."""
+    found: dict[Path, Seen] = {}
+    for path in sorted(root.glob("step-??????")):
+        try:
+            known = _manifest(path).seen
+        except CheckpointError:
+            continue
+        if known is not None:
+            found[path] = known
+    return found
 
 
 def of_version(root: Path, version: int) -> Checkpoint | None:

@@ -80,19 +80,19 @@ def load(trained: Trained, checkpoint: Checkpoint) -> None:
     _tell_steps(state["optimizer"], steps)
     with torch.no_grad():
         trained.optimizer.load_state_dict(state["optimizer"])
-    for part in _adams(trained.optimizer) if steps else ():
+    for part in adams(trained.optimizer) if steps else ():
         for moments in part.state.values():
-            moments["step"] = torch.tensor(steps)
+            moments["step"] = torch.tensor(steps, device=moments["exp_avg"].device)
 
 
 def _make_room(optimizer: Any) -> None:
     """megatron's distributed optimizer asks torch's Adam for its step before it loads: a fresh one has none."""
-    for part in _adams(optimizer):
+    for part in adams(optimizer):
         for group in part.param_groups:
             for parameter in group["params"]:
                 if not part.state[parameter]:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    part.state[parameter] = {**moments, "step": torch.tensor(0.0)}
+                    part.state[parameter] = {**moments, "step": torch.tensor(0.0, device=parameter.device)}
 
 
 def _tell_steps(state: Any, steps: float) -> None:
@@ -106,10 +106,10 @@ def _tell_steps(state: Any, steps: float) -> None:
 
 def _steps(optimizer: Any) -> float:
     """Optimizer steps made, the same for every parameter."""
-    return max((float(moments["step"]) for part in _adams(optimizer) for moments in part.state.values()), default=0.0)
+    return max((float(moments["step"]) for part in adams(optimizer) for moments in part.state.values()), default=0.0)
 
 
-def _adams(optimizer: Any) -> list[torch.optim.Adam]:
+def adams(optimizer: Any) -> list[torch.optim.Adam]:
     """torch's own inside megatron's optimizers; none when Transformer Engine or Apex bring theirs."""
     parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     return [part for part in parts if isinstance(part, torch.optim.Adam)]  # AdamW is one too

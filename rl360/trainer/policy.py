@@ -29,7 +29,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rl360.trainer import hf
+from rl360.trainer import dist_state, hf
 from rl360.trainer.agreement import Agreement
 from rl360.trainer.attention import Packing
 from rl360.trainer.batch import PackedBatch
@@ -92,6 +92,7 @@ class Policy:
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(  # pyright: ignore[reportAttributeAccessIssue]
             _optimizer_config(trainer), [self._model], use_gloo_process_groups=False
         )
+        _fuse(self.optimizer)
         self._config.no_sync_func = self._model.no_sync
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._config.finalize_model_grads_func = _sum_gradients
@@ -251,6 +252,13 @@ def _rows_with_target(batch: PackedBatch) -> Tensor:
 def _spread(values: Tensor, rows: Tensor, batch: PackedBatch) -> Tensor:
     """Values of some rows as [T], 0 elsewhere."""
     return values.new_zeros(len(batch.ids)).index_copy(0, rows, values)
+
+
+def _fuse(optimizer: MegatronOptimizer) -> None:
+    """One kernel for all of Adam on a GPU, where torch's default makes copies of all parameters."""
+    for part in dist_state.adams(optimizer) if torch.cuda.is_available() else ():
+        for group in part.param_groups:
+            group["fused"], group["foreach"] = True, False
 
 
 def _sum_gradients(models: list[torch.nn.Module], num_tokens: object = None, **rest: Any) -> None:

@@ -106,7 +106,7 @@ class Rollouts:
         flight = self._flying.get(phase.attempt)
         if flight is None:
             return
-        flight.life = max(flight.life, life_of(phase.session))
+        flight.life = max(flight.life, ev.life_of(phase.session))
         flight.phase = phase.phase
         if phase.phase is not ev.Phase.QUEUE and (phase.phase is not ev.Phase.SETUP or phase.end is not None):
             self._starting.discard(phase.attempt)
@@ -150,12 +150,6 @@ class Rollouts:
             exception="OuterDeadline",
             detail=f"no outcome {seconds:g} s after its admission; {seen}",
         )
-
-
-def life_of(session: str) -> int:
-    """Life number in a session's name; 0 when there is none."""
-    life = session.rpartition(".")[2]
-    return int(life) if life.isdecimal() else 0
 
 
 def _admitted(request: ev.RolloutRequested, wave: int, now: float) -> ev.RolloutAdmitted:

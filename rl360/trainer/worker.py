@@ -45,6 +45,7 @@ class Trainer:
         self._root = ctx.dir / checkpoints.FOLDER
         self._ledger = Ledger(ctx.bus.run, ctx.config)
         self._folded = 0  # sequence of the newest event in the ledger
+        self._folded_at = 0.0  # when that was recorded (unix seconds)
         self._wait_for = 0  # sequence of the newest event that this worker published
         self._step = -1  # last step that is trained or skipped, by the weights in memory
         self._version, self._made_by = START, -1
@@ -86,7 +87,7 @@ class Trainer:
                 record = await reader.next(timeout=_POLL)
                 if record is not None:
                     self._ledger.on(record)
-                    self._folded = record.seq
+                    self._folded, self._folded_at = record.seq, record.time
                 self._crew.check()
                 if reader.caught_up and self._folded >= self._wait_for:
                     await self._act()
@@ -146,6 +147,7 @@ class Trainer:
     async def _optimize(self, batch: StepBatch) -> ev.StepTrained:
         """One optimizer step and its checkpoint. The event is the journal's own when the step is made again."""
         trainer = self._ctx.config.trainer
+        seen = checkpoints.Seen(self._folded, self._folded_at)
         answer = await self._crew.do(command(batch, dp=trainer.dp, microbatch_tokens=trainer.microbatch_tokens))
         started = time.perf_counter()
         await self._crew.do(commands.Save(batch.step))
@@ -156,7 +158,7 @@ class Trainer:
         )
         source = self._ctx.config.policy.folder
         await asyncio.to_thread(
-            checkpoints.commit, self._root, step=batch.step, version=event.version, event=encode(event), hf_source=source
+            checkpoints.commit, self._root, step=batch.step, version=event.version, event=encode(event), hf_source=source, seen=seen
         )
         return event
 
