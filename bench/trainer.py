@@ -1,6 +1,7 @@
 """The trainer's own optimizer step: FLOP/s by its FLOP count, and the share of what the card's bf16 matrix product reaches in the same run.
 
     python bench/trainer.py [--shapes dense moe] [--tokens 8192 16384 32768] [--recompute none|full] [--peer] [--profile] [--json FILE]
+    python bench/trainer.py --check        # the card's kernels in bf16 against plain ones in fp32: log-probs and gradient
     python bench/trainer.py --smoke        # tiny shapes on a CPU
 
 A step is one microbatch through the same code that trains a run: packed sequences, PPO loss, gradient reduction, Adam. `--lengths` says how
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -173,6 +175,31 @@ def profile(policy: Policy, case: Case) -> str:
     return found.key_averages().table(sort_by="self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total", row_limit=45)
 
 
+# ------------------------------------------------------------------------------------------------ check
+
+
+def check(shape: str, kind: str, recompute: Literal["none", "full"]) -> dict[str, object]:
+    """The same weights and the same microbatch in bf16 and in fp32: mean and maximum |Δ log p|, cosine and norm of the gradients."""
+    base = replace(SHAPES[shape], vocab=4096, hidden=512, layers=4, heads=8, groups=4, ffn_hidden=1024)
+    spec = replace(base, experts=base.experts and replace(base.experts, count=16, topk=4, ffn_hidden=256, layers=(False, True, True, True)))
+    case = Case(shape, spec, 8192, (8192,) if kind == "one" else (700, 1300, 511, 2000, 1024, 657, 2000), kind)
+    batch, found, weights = batch_of(case), [], {}
+    for dtype in ("float32", "bfloat16"):
+        policy = Policy(spec, config.Trainer(dtype=dtype, recompute=recompute, routing_replay=spec.experts is not None), 1.0)
+        with torch.no_grad():
+            for name, parameter in policy.parameters():
+                parameter.copy_(weights.setdefault(name, parameter.detach().bfloat16()))
+        (logprobs,) = policy.logprobs([batch])
+        found.append((logprobs.cpu(), policy.gradient([batch], float(batch.mask.sum()), version=0)))
+        del policy
+        clean()
+    (plain, gradient), (fused, other) = found
+    gap = (plain - fused)[batch.mask].abs()
+    cosine = torch.nn.functional.cosine_similarity(gradient.double(), other.double(), dim=0)
+    result = {**case.about, "recompute": recompute, "dlogp_mean": gap.mean().item(), "dlogp_max": gap.max().item()}
+    return result | {"gradient_cosine": cosine.item(), "gradient_norms": [gradient.norm().item(), other.norm().item()]}
+
+
 # ------------------------------------------------------------------------------------------------ peer
 
 
@@ -234,6 +261,10 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     print(f"{name}, torch {torch.__version__}: matrix product {peak / 1e12:.4g} TFLOP/s", flush=True)
     found: list[dict[str, object]] = []
     with process_groups():
+        if args.check:
+            checks = [check(shape, kind, again) for shape in args.shapes for kind in args.lengths for again in ("none", "full")]
+            print(*checks, sep="\n", flush=True)
+            return {"device": name, "torch": torch.__version__, "checks": checks}
         for shape in args.shapes:
             spec = small(SHAPES[shape]) if args.smoke else SHAPES[shape]
             policy = Policy(spec, settings(args, spec), 1.0)
@@ -274,6 +305,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)

@@ -51,7 +51,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def compiled(function: F) -> F:
     """`function`, fused into few kernels on a GPU; as it is on a CPU, where compiling it costs more than a whole tiny run."""
-    return cast(F, torch.compile(function, dynamic=True)) if torch.cuda.is_available() else function  # pyright: ignore[reportUnknownMemberType]
+    if not torch.cuda.is_available():
+        return function
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = 64  # one function serves several ranks of tensors, with and without gradient
+    return cast(F, torch.compile(function, dynamic=True))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _import_megatron() -> None:
