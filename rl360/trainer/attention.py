@@ -229,7 +229,7 @@ def _norm(size: int, groups: int, eps: float) -> Callable[[Tensor, Tensor], Tens
     return norm
 
 
-def with_torch_parts(block: TransformerBlockSubmodules, *, norm_groups: int) -> TransformerBlockSubmodules:
+def with_torch_parts(block: TransformerBlockSubmodules, *, norm_groups: int, qk_norm: bool) -> TransformerBlockSubmodules:
     """Put the parts into every layer of a local block spec, and return it."""
     norm = rms_norm(norm_groups)
     for layer in block.layer_specs or []:
@@ -237,7 +237,7 @@ def with_torch_parts(block: TransformerBlockSubmodules, *, norm_groups: int) -> 
         attention = parts.self_attention.submodules
         attention.core_attention = TorchCoreAttention
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        if attention.q_layernorm is not None:
+        if qk_norm:
             attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
         experts = _sparse(parts.mlp)
         if experts is not None:

@@ -128,7 +128,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig, layout: Layout) -> G
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config,
-        with_torch_parts(block, norm_groups=spec.norm_groups),  # pyright: ignore[reportArgumentType]
+        with_torch_parts(block, norm_groups=spec.norm_groups, qk_norm=spec.qk_norm),  # pyright: ignore[reportArgumentType]
         vocab_size=spec.vocab,
         max_sequence_length=spec.context,
         pre_process=layout.first_stage,

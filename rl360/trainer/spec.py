@@ -1,6 +1,7 @@
-"""The policy's shape, read from a Hugging Face config.json. Known shapes: Qwen3 and Qwen3-MoE.
+"""The policy's shape, read from a Hugging Face config.json. Known shapes: Qwen3, Qwen3-MoE and K2-Horizon.
 
-Anything of a config that this trainer would silently compute otherwise is refused.
+Anything of a config that this trainer would silently compute otherwise is refused. K2-Horizon is read by what is public of it (grouped
+RMSNorm, its sizes, first layers dense): its keys `rms_norm_groups` and `use_qk_norm` are this project's names, never tried on its weights.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ModelSpec:
 
 
 _FIXED: dict[str, tuple[object, ...]] = {
-    "model_type": ("qwen3", "qwen3_moe"),
+    "model_type": ("qwen3", "qwen3_moe", "k2_horizon"),
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
@@ -101,7 +102,9 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
             rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
             context=int(config["max_position_embeddings"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            experts=_experts(config) if config["model_type"] == "qwen3_moe" else None,
+            experts=_experts(config) if _sparse(config) else None,
+            qk_norm=bool(config.get("use_qk_norm", config["model_type"] != "k2_horizon")),
+            norm_groups=_norm_groups(config),
         )
     except KeyError as e:
         raise ModelError(f"{where}: key {e.args[0]!r} is missing") from None
@@ -109,8 +112,19 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise ModelError(f"{where}: a number has the wrong type: {e}") from None
 
 
+def _norm_groups(config: Mapping[str, Any]) -> int:
+    groups = int(config["rms_norm_groups"]) if config["model_type"] == "k2_horizon" else 1
+    if groups < 1 or int(config["hidden_size"]) % groups:
+        raise ValueError(f"rms_norm_groups = {groups} must divide hidden_size = {config['hidden_size']}")
+    return groups
+
+
+def _sparse(config: Mapping[str, Any]) -> bool:
+    return config["model_type"] == "qwen3_moe" or (config["model_type"] == "k2_horizon" and bool(config.get("num_experts")))
+
+
 def _experts(config: Mapping[str, Any]) -> Experts:
-    dense: set[int] = set(config.get("mlp_only_layers") or ())
+    dense: set[int] = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
     every = int(config.get("decoder_sparse_step", 1))
     return Experts(
         count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),  # transformers 5 renamed it

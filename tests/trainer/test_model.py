@@ -24,7 +24,10 @@ def oracle_logprobs(folder: Path, batch, temperature: float = 1.0) -> torch.Tens
     """Of the sampled targets, [T], each sequence by itself through transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return compared(transformers.AutoModelForCausalLM.from_pretrained(folder), batch, temperature)
+
+
+def compared(model: torch.nn.Module, batch, temperature: float = 1.0) -> torch.Tensor:
     out = torch.zeros(len(batch.ids))
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
