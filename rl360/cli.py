@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except input_errors() as e:
         print(f"rl360: {e}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output (`| head`) has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--json", action="store_true")
     replay.set_defaults(command=_replay)
 
+    _journal_parser(sub.add_parser("journal", help="look into a run's journal, carry it in one file, keep it within bounds"))
+
     trace = sub.add_parser("trace", help="one attempt's spans, rebuilt from the journal")
     trace.add_argument("dir", type=Path)
     trace.add_argument("attempt")
@@ -100,6 +106,47 @@ def build_parser() -> argparse.ArgumentParser:
     schemas.add_argument("--out", type=Path, required=True)
     schemas.set_defaults(command=_schemas)
     return parser
+
+
+def _journal_parser(journal: argparse.ArgumentParser) -> None:
+    sub = journal.add_subparsers(title="journal commands", metavar="COMMAND", required=True)
+
+    ls = sub.add_parser("ls", help="what each step has: events by type, sequences, time, bytes")
+    ls.add_argument("dir", type=Path)
+    ls.set_defaults(command=_journal_ls)
+
+    tail = sub.add_parser("tail", help="the last events, one a line")
+    tail.add_argument("dir", type=Path)
+    tail.add_argument("--lines", type=int, default=20, metavar="N")
+    tail.add_argument("--follow", action="store_true", help="go on with what a running run publishes")
+    tail.add_argument("--type", action="append", default=[], metavar="T", dest="types")
+    tail.add_argument("--step", type=int)
+    tail.add_argument("--attempt", default="", metavar="A")
+    tail.add_argument("--json", action="store_true")
+    tail.set_defaults(command=_journal_tail)
+
+    export = sub.add_parser("export", help="write events and the blobs they need into one file")
+    export.add_argument("dir", type=Path)
+    export.add_argument("file", type=Path)
+    export.add_argument("--step", action="append", type=int, default=[], metavar="N", dest="steps", help="only what this step needs")
+    export.add_argument("--with-checkpoint", action="store_true", help="the weights that the steps started from as well")
+    export.set_defaults(command=_journal_export)
+
+    import_ = sub.add_parser("import", help="lay an exported file down as a folder to read")
+    import_.add_argument("file", type=Path)
+    import_.add_argument("dir", type=Path)
+    import_.set_defaults(command=_journal_import)
+
+    prune = sub.add_parser("prune", help="remove blobs and checkpoints that only old steps need; events stay")
+    prune.add_argument("dir", type=Path)
+    prune.add_argument("--keep-steps", type=int, required=True, metavar="N")
+    prune.set_defaults(command=_journal_prune)
+
+    for name, text in (("pin", "keep a step from being pruned"), ("unpin", "let a step be pruned again")):
+        pin = sub.add_parser(name, help=text)
+        pin.add_argument("dir", type=Path)
+        pin.add_argument("--step", type=int, required=True)
+        pin.set_defaults(command=_journal_pin, on=name == "pin")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -146,6 +193,44 @@ def _replay(args: argparse.Namespace) -> int:
     from rl360.launch.decide_again import replay_step
 
     return replay_step(args.dir, args.step, with_=args.with_, overrides=tuple(args.overrides), gradient=args.gradient, as_json=args.json)
+
+
+def _journal_ls(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_commands import ls
+
+    return ls(args.dir)
+
+
+def _journal_tail(args: argparse.Namespace) -> int:
+    from rl360.journal.lines import Filter
+    from rl360.launch.journal_commands import tail
+
+    chosen = Filter(tuple(args.types), args.step, args.attempt)
+    return tail(args.dir, chosen, last=args.lines, follow=args.follow, as_json=args.json)
+
+
+def _journal_export(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_commands import export
+
+    return export(args.dir, args.file, tuple(args.steps), with_checkpoint=args.with_checkpoint)
+
+
+def _journal_import(args: argparse.Namespace) -> int:
+    from rl360.launch.journal_commands import import_
+
+    return import_(args.file, args.dir)
+
+
+def _journal_prune(args: argparse.Namespace) -> int:
+    from rl360.launch.keeping import prune
+
+    return prune(args.dir, args.keep_steps)
+
+
+def _journal_pin(args: argparse.Namespace) -> int:
+    from rl360.launch.keeping import pin
+
+    return pin(args.dir, args.step, on=args.on)
 
 
 def _trace(args: argparse.Namespace) -> int:

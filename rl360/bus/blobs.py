@@ -5,6 +5,7 @@ A blob that reads back with another digest is an error that names it; nobody tra
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,10 @@ _SHARD: Final = 2
 
 class BlobError(Exception):
     """A blob is missing or is not what its digest says."""
+
+
+class BlobMissing(BlobError):
+    """A blob is not there."""
 
 
 def digest_of(data: Buffer) -> str:
@@ -37,11 +42,14 @@ class BlobStore:
         return self.root / digest[:_SHARD] / digest
 
     def put(self, data: Buffer) -> str:
-        """Store `data` and return its digest. Storing the same bytes again writes nothing."""
+        """Store `data` and return its digest. Storing the same bytes again writes nothing, and makes the blob new again."""
         digest = digest_of(data)
         path = self.path(digest)
-        if path.exists():
+        try:
+            os.utime(path)
             return digest
+        except FileNotFoundError:
+            pass
         path.parent.mkdir(exist_ok=True)
         aside = path.with_name(f"{digest}.{os.getpid()}.tmp")
         try:
@@ -61,7 +69,7 @@ class BlobStore:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise BlobError(f"blob {digest} is missing from {self.root}") from None
+            raise BlobMissing(f"blob {digest} is missing from {self.root}") from None
         if digest_of(data) != digest:
             raise BlobError(f"blob {path} is damaged: its bytes have another digest; restore it from a copy of the run")
         return data
@@ -79,3 +87,25 @@ class BlobStore:
         if len(data) != payload.size:
             raise BlobError(f"payload {payload.digest or 'inline'}: {len(data)} bytes, {payload.size} were announced")
         return data
+
+    def size(self, digest: str, *, before: float = math.inf) -> int | None:
+        """Bytes of a blob; None: it is not there, or was stored (again) at `before` or later (unix seconds)."""
+        try:
+            stat = self.path(digest).stat()
+        except FileNotFoundError:
+            return None
+        return stat.st_size if stat.st_mtime < before else None
+
+    def remove(self, digest: str, *, before: float = math.inf) -> bool:
+        """Remove a blob; False when there is none, or it was stored again at `before` or later, by whoever may name it next."""
+        path = self.path(digest)
+        aside = path.with_name(f"{digest}.{os.getpid()}.gone")
+        try:
+            os.rename(path, aside)  # from here on a writer finds none, and writes it again
+        except FileNotFoundError:
+            return False
+        if aside.stat().st_mtime >= before:
+            os.rename(aside, path)
+            return False
+        aside.unlink()
+        return True

@@ -110,9 +110,14 @@ class Bus:
 
     async def messages(self, steps: Collection[int] | None = None) -> AsyncIterator[Message]:
         """Messages up to the newest now, unread and in order: all, or those that `steps` need (`selection`)."""
-        last = await self.last_seq()
         chosen = [] if steps is None else selection.filters(self.run, selection.parts(steps))
-        async with Reader(self.client, subjects.stream(self.run), chosen) as reader:
+        async for message in self.matching(chosen):
+            yield message
+
+    async def matching(self, patterns: Sequence[str], *, start: int = 1) -> AsyncIterator[Message]:
+        """Messages from `start` up to the newest now whose subject matches one of `patterns` (none: all), unread and in order."""
+        last = await self.last_seq()
+        async with Reader(self.client, subjects.stream(self.run), patterns, start=start) as reader:
             while not reader.caught_up:
                 message = await reader.next_message(timeout=30.0)
                 if message is None:

@@ -37,6 +37,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
         return self.nanos // 1000 / 1e6  # whole microseconds: exact in a float
 
 
+class DeadLetter(msgspec.Struct, frozen=True):
+    """A piece of work that was given up: which message, by which consumer, why."""
+
+    stream_seq: int
+    consumer: str
+    kind: str
+    reason: str
+    deliveries: int
+
+
 class EventError(ValueError):
     """Bytes that are no event of this version. `unknown_type` names the type of a newer version, when it is one."""
 

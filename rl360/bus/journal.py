@@ -8,6 +8,7 @@ import msgspec
 from nats.aio.client import Client
 
 from rl360.bus import subjects
+from rl360.bus.codec import DeadLetter
 from rl360.bus.connection import JetStreamError, api, is_missing
 
 DEDUPE_WINDOW: Final = 600.0  # seconds in which a copy of an event is dropped by the server
@@ -59,16 +60,6 @@ async def last_seq(client: Client, stream: str) -> int:
     """Sequence of the newest message of a stream (0: none)."""
     info = await api(client, f"STREAM.INFO.{stream}")
     return int(info["state"]["last_seq"])
-
-
-class DeadLetter(msgspec.Struct, frozen=True):
-    """A piece of work that was given up: which message, by which consumer, why."""
-
-    stream_seq: int
-    consumer: str
-    kind: str
-    reason: str
-    deliveries: int
 
 
 async def dead_letters(client: Client, run: str) -> list[DeadLetter]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
 import msgspec
 
 INLINE_LIMIT = 64 * 1024
@@ -14,3 +17,24 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: int
     inline: bytes | None = None
     digest: str = ""
+
+
+_CLAIM: Final = {"size", "digest"}
+
+
+def digests(body: bytes) -> Iterator[str]:
+    """Digests of the blobs that an encoded event names, of a type that this version doesn't know as well."""
+    if b"digest" in body:
+        yield from _claims(msgspec.msgpack.decode(body))
+
+
+def _claims(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        found = cast(dict[str, Any], value)
+        if found.keys() == _CLAIM:
+            yield str(found["digest"])
+        for part in found.values():
+            yield from _claims(part)
+    elif isinstance(value, list):
+        for part in cast(list[Any], value):
+            yield from _claims(part)

@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 
 from rl360.bus.blobs import BlobStore
-from rl360.bus.client import Bus
-from rl360.bus.codec import EventError, Message, Recorded, record
-from rl360.bus.journal import DeadLetter, dead_letters
+from rl360.bus.codec import DeadLetter, EventError, Message, Recorded, record
 
 
 class JournalError(Exception):
@@ -63,17 +61,3 @@ class Source(ABC):
                     malformed[message.seq] = str(e)
         cut = self.steps if steps is None else frozenset(steps)
         return Reading(records, unknown, malformed, await self.dead_letters(), cut)
-
-
-class StreamSource(Source):
-    """Through a server: the stream of a run that goes on, or that is over."""
-
-    def __init__(self, bus: Bus) -> None:
-        super().__init__(bus.run, bus.blobs)
-        self.bus = bus
-
-    def messages(self, steps: Collection[int] | None = None) -> AsyncIterator[Message]:
-        return self.bus.messages(steps)
-
-    async def dead_letters(self) -> list[DeadLetter]:
-        return await dead_letters(self.bus.client, self.run)

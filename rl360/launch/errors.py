@@ -7,9 +7,10 @@ from rl360.bus.blobs import BlobError
 from rl360.bus.connection import BusError
 from rl360.config import ConfigError
 from rl360.extras import MissingExtra
+from rl360.journal.source import JournalError
 from rl360.launch.supervisor import RunFailed
 from rl360.trainer.checkpoints import CheckpointError
 
 
 def input_errors() -> tuple[type[Exception], ...]:
-    return (ConfigError, MissingExtra, BusError, BlobError, TaskError, CheckpointError, FileExistsError, RunFailed)
+    return (ConfigError, MissingExtra, BusError, JournalError, BlobError, TaskError, CheckpointError, FileExistsError, RunFailed)

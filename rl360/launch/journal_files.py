@@ -13,28 +13,39 @@ from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
 from rl360.bus.connection import BusError
+from rl360.config import ConfigError
 from rl360.dash.fold import RunView
-from rl360.journal.source import Source, StreamSource
+from rl360.journal.archive import ArchiveSource, is_archive
+from rl360.journal.source import Source
+from rl360.journal.stream import StreamSource
 from rl360.launch import summary, trace
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import served
 
 
 @asynccontextmanager
-async def open_source(path: Path) -> AsyncGenerator[Source]:
-    """The journal of the run in `path`. Raises ConfigError when there is no run, BusError or JournalError when it can't be read."""
+async def open_source(path: Path, journal: str = "") -> AsyncGenerator[Source]:
+    """The journal of the run in `path`, or one that a step was copied into (`replay --into`).
+
+    Raises ConfigError when there is no run, BusError or JournalError when it can't be read.
+    """
     folder = RunDir(path.absolute())
     config = folder.config
+    if is_archive(folder.path):
+        if journal:
+            raise ConfigError(f"{path} is an imported archive: it has one journal, of run {config.run.name}")
+        yield ArchiveSource(folder.path)
+        return
     async with (
         served(folder) as address,
-        Bus.connect(address, config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus,
+        Bus.connect(address, journal or config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus,
     ):
-        yield StreamSource(bus)
+        yield StreamSource(bus, live=address.url == folder.addresses.nats)
 
 
-async def records(path: Path, steps: Collection[int] | None = None) -> list[Recorded]:
+async def records(path: Path, steps: Collection[int] | None = None, *, journal: str = "") -> list[Recorded]:
     """The whole journal of a run, or what `steps` need of it."""
-    async with open_source(path) as source:
+    async with open_source(path, journal) as source:
         return await source.records(steps)
 
 

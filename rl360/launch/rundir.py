@@ -18,6 +18,7 @@ import msgspec
 from rl360.bus import nats_server
 from rl360.bus.worker import Addresses, Secrets
 from rl360.config import Config, ConfigError
+from rl360.journal.archive import is_archive
 
 FOLDERS: Final = ("nats", "blobs", "checkpoints", "sandboxes", "tasks", "logs")
 T = TypeVar("T")
@@ -59,6 +60,9 @@ class RunDir:
 
     @property
     def addresses(self) -> Addresses:
+        """Raises ConfigError for a folder that can only be read."""
+        if is_archive(self.path):
+            raise ConfigError(f"{self.path} is an imported archive: it can be read, not run")
         return _read(self.path / "addresses.json", Addresses)
 
     @property

@@ -175,6 +175,24 @@ def of_version(root: Path, version: int) -> Checkpoint | None:
     return None
 
 
+def versions(root: Path) -> dict[str, int]:
+    """Folder names of complete checkpoints and the version that each holds. One whose manifest can't be read is left out."""
+    found: dict[str, int] = {}
+    for path in sorted(root.glob("step-??????")):
+        try:
+            found[path.name] = _manifest(path).version
+        except CheckpointError:
+            continue
+    return found
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. A reader finds it whole or not at all."""
+    gone = path.with_name(f".{path.name}.gone")
+    os.replace(path, gone)
+    shutil.rmtree(gone)
+
+
 def verify(path: Path) -> Checkpoint:
     """Read a checkpoint's manifest and check every file against it. Raises CheckpointError."""
     manifest = _manifest(path)
