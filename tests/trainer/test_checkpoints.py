@@ -94,7 +94,7 @@ def flip_a_byte(path):
 DAMAGE = {
     "a flipped byte": lambda p: flip_a_byte(next((p / "weights").glob("*.distcp"))),
     "a cut file": lambda p: os.truncate(next((p / "weights").glob("*.distcp")), 1000),
-    "a missing file": lambda p: (p / "weights" / "common.pt").unlink(),
+    "a missing file": lambda p: (p / "weights" / "metadata.json").unlink(),
     "a missing manifest": lambda p: (p / "manifest.json").unlink(),
     "a damaged manifest": lambda p: os.truncate(p / "manifest.json", 20),
     "a newer format": lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"format": 1', '"format": 2')),

@@ -93,7 +93,7 @@ def test_a_damaged_older_checkpoint_is_said_and_only_its_version_is_lost(dense_f
     rank = Rank(config, tmp_path)
     rank.perform(Restore())
     last = trained(rank, tmp_path, dense_folder, 3)
-    (tmp_path / "checkpoints" / "step-000000" / "weights" / "common.pt").write_bytes(b"")
+    (tmp_path / "checkpoints" / "step-000000" / "weights" / "metadata.json").write_bytes(b"")
     again = Rank(config, tmp_path)
     again.perform(Restore(str(last.path)))
     assert "version 1 are not held" in caplog.text
