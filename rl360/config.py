@@ -182,6 +182,7 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 
 class Push(Section, frozen=True, kw_only=True):
+    path: Literal["broadcast", "shared_memory"] = "broadcast"  # shared_memory: SGLang engines on the trainer's own GPUs
     bucket_mb: Annotated[float, Meta(gt=0)] = 512.0
     timeout: Seconds = 60.0  # of a whole push, retries included
     call_timeout: Seconds = 15.0  # of one call to an engine, and of one bucket's broadcast

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def checksum_of(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """blake3 hex digest of every tensor as it is held: dtype, shape, then row-major bytes. Tensors are on the CPU."""
+    """blake3 hex digest of every tensor as it is held: dtype, shape, then row-major bytes."""
     return {name: _digest(tensor) for name, tensor in named_tensors}
 
 
@@ -30,7 +30,7 @@ def combined(checksums: Mapping[str, str]) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().cpu().contiguous()
     hasher = blake3.blake3(f"{dtype_name(tensor.dtype)}{list(flat.shape)}\n".encode())
     hasher.update(flat.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()

@@ -9,6 +9,7 @@ import msgspec
 
 from rl360.bus.events import Boundary, Cause
 from rl360.engines import contract as c
+from rl360.engines.dialect import Dialect, DialectError, dialect_of
 
 T = TypeVar("T")
 
@@ -64,18 +65,48 @@ class Endpoint:
 
 
 class EngineClient(Endpoint):
-    """One engine generation, as the pusher drives it."""
+    """One engine generation, as its worker and the pusher drive it."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, generation: str, *, timeout: float) -> None:
         super().__init__(http, url, boundary=Boundary.ENGINE, timeout=timeout, generation=generation)
 
-    async def model_info(self, *, timeout: float | None = None) -> c.ModelInfo:
-        """Answers while paused too: also the probe that tells a dead engine from one that lost its peers."""
-        return await self.call("GET", "/model_info", c.ModelInfo, timeout=timeout)
+    async def healthy(self) -> bool:
+        """Whether it serves yet."""
+        try:
+            await self.call("GET", "/health", bytes)
+        except EngineError:
+            return False
+        return True
 
-    async def pause(self) -> None:
-        """Freeze generation in place: requests in flight keep their KV, new ones are held."""
-        await self.call("POST", "/pause_generation", bytes, c.PauseRequest(mode="in_place"))
+    async def server_info(self, *, timeout: float | None = None) -> c.ServerInfo:
+        """What it is. The part that samples answers, paused or not: it tells an engine that hangs from one that lost its peers."""
+        return await self.call("GET", "/server_info", c.ServerInfo, timeout=timeout)
+
+    async def dialect(self) -> Dialect:
+        """How to drive it. Raises EngineError for a server that can't be driven, too."""
+        info = await self.server_info()
+        try:
+            return dialect_of(info)
+        except DialectError as e:
+            raise self.refused(str(e)) from None
+
+    async def model_info(self) -> c.ModelInfo:
+        return await self.call("GET", "/model_info", c.ModelInfo)
+
+    async def generate(self, request: c.GenerateRequest, *, timeout: float | None = None) -> c.GenerateReply:
+        return await self.call("POST", "/generate", c.GenerateReply, request, timeout=timeout)
+
+    async def abort(self, rid: str) -> None:
+        """End every request whose id starts with `rid`; each is answered with what it has. No such request is no error."""
+        await self.call("POST", "/abort_request", bytes, c.AbortRequest(rid=rid))
+
+    async def flush(self) -> None:
+        """Forget all cached KV. Refused while requests hold some."""
+        await self.call("POST", "/flush_cache", bytes)
+
+    async def pause(self, mode: c.PauseMode) -> None:
+        """Stop sampling; new requests are held until `resume`."""
+        await self.call("POST", "/pause_generation", bytes, c.PauseRequest(mode=mode))
 
     async def resume(self, *, timeout: float | None = None) -> None:
         await self.call("POST", "/continue_generation", bytes, {}, timeout=timeout)
@@ -97,16 +128,24 @@ class EngineClient(Endpoint):
         """Take part in the broadcast of one bucket and load it."""
         await self._done("/update_weights_from_distributed", request)
 
-    async def set_version(self, version: int) -> None:
-        """Label what is held. Requests in flight are never aborted for a label (CASES 29)."""
-        await self._done("/update_weight_version", c.UpdateWeightVersion(new_version=str(version)))
+    async def map_tensors(self, request: c.UpdateFromTensor) -> None:
+        """Load tensors from memory that the caller shares; it must live until this returns."""
+        await self._done("/update_weights_from_tensor", request)
 
-    async def checksums(self) -> dict[str, str]:
-        """Checksum of every weight that the engine holds, by name."""
-        reply = await self.call("POST", "/weights_checker", c.ChecksumReply, {"action": "checksum"})
-        if not reply.success or len(reply.ranks) != 1:
-            raise self._error(Cause.REFUSED, f"/weights_checker: {reply.message} ({len(reply.ranks)} ranks, 1 expected)")
-        return reply.ranks[0].checksums
+    async def label(self, version: str) -> None:
+        """Name what is held. Requests in flight are never aborted for a label (CASES 29)."""
+        await self._done("/update_weight_version", c.UpdateWeightVersion(new_version=version))
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Checksum of every weight that the engine holds, by name, for each of its ranks."""
+        reply = await self.call("POST", "/weights_checker", c.ChecksumReply, c.ChecksumRequest(action="checksum"))
+        if not reply.success or not reply.ranks:
+            raise self._error(Cause.REFUSED, f"/weights_checker: {reply.message or 'no ranks'}")
+        return [rank.checksums for rank in reply.ranks]
+
+    def refused(self, why: str) -> EngineError:
+        """An engine that answers, but not as it is needed."""
+        return self._error(Cause.REFUSED, why)
 
     async def _done(self, path: str, body: Any, *, timeout: float | None = None) -> None:
         reply = await self.call("POST", path, c.Done, body, timeout=timeout)

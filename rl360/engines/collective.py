@@ -1,46 +1,73 @@
 """Rank 0 of the group over which one plan's buckets are broadcast.
 
+The rendezvous is torch's own (`init_process_group` with a group name), so that a server which joins by it finds the same keys.
 Every call blocks, so callers run it in a thread. Gloo doesn't notice a dead peer before its timeout, and a call under way
 can't be aborted: whoever learns of the death first closes the group, and the blocked thread ends by the timeout with a
 reference of its own.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
 from __future__ import annotations
 
+import time
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C import _distributed_c10d as c10d
 
-BACKEND: Final = "gloo"
+Backend = Literal["gloo", "nccl"]
+
+_PATIENCE: Final = 10
+"""NCCL's own watchdog ends the whole process at its timeout: ours comes first, by this factor."""
+_POLL: Final = 0.0005
 
 
 class Collective:
     """Opens its rendezvous at once, on a free port of `host`; `connect` returns when all `world` ranks are there."""
 
-    def __init__(self, host: str, name: str, world: int, *, timeout: float) -> None:
+    def __init__(self, host: str, name: str, world: int, *, backend: Backend, timeout: float) -> None:
         self.name, self.world = name, world
+        self.backend: Backend = backend
         self._host, self._timeout = host, timedelta(seconds=timeout)
         # apart from the client that `connect` waits with: dropping the server ends all waits, ours and the engines'
-        self._server: TCPStore | None = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        self.port = self._server.port
+        self._server: Any = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self.port: int = self._server.port
         self._group: Any = None  # torch's stubs leave the collectives out
 
     def connect(self) -> None:
-        """Join as rank 0. Raises RuntimeError when the others don't come in time, or when `close` is called."""
-        store = TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-        self._group = _process_group(PrefixStore(self.name, store), self.world, self._timeout)
+        """Join as rank 0. Raises RuntimeError when the others don't come in time, or when `close` is called.
+
+        NCCL meets at the first broadcast, not here.
+        """
+        store = c10d.TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        self._group = join(store, self.name, 0, self.world, backend=self.backend, timeout=self._timeout)
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Send one bucket to all ranks, as one flat tensor. Raises RuntimeError on a broken group or a timeout."""
         group = self._group  # taking a group down waits for its calls: this thread is the last to let go of it
         if group is None:
             raise RuntimeError(f"group {self.name} is closed")
-        options = BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        group.broadcast([flatten(tensors)], options).wait(self._timeout)
+        flat = flatten(tensors, self.backend)
+        work = group.broadcast([flat], options)
+        if self.backend == "gloo":
+            work.wait(self._timeout)
+        else:
+            self._finish(group, work)
+            torch.cuda.synchronize(flat.device)
+
+    def _finish(self, group: Any, work: Any) -> None:
+        """Wait for NCCL, which has no wait with a timeout on the host, and abort its communicator when it is late."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > end:
+                group.abort()
+                raise RuntimeError(f"broadcast over group {self.name} did not end within {self._timeout.total_seconds():g} s")
+            time.sleep(_POLL)
 
     def close(self) -> None:
         """Give the group up; waits for nobody."""
@@ -48,11 +75,18 @@ class Collective:
         self._group = None
 
 
-def _process_group(store: PrefixStore, world: int, timeout: timedelta) -> Any:
-    """The only place that knows the backend; an NCCL communicator takes the same store and ranks."""
-    return ProcessGroupGloo(store, 0, world, timeout)
+def join(store: Any, name: str, rank: int, world: int, *, backend: Backend, timeout: timedelta) -> Any:
+    """One rank of a group, with the key prefixes that `torch.distributed` gives a named group."""
+    device = "cpu" if backend == "gloo" else "cuda"
+    keys = c10d.PrefixStore(f"{device}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
+    if backend == "gloo":
+        return c10d.ProcessGroupGloo(keys, rank, world, timeout)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout * _PATIENCE
+    return c10d.ProcessGroupNCCL(keys, rank, world, options)
 
 
-def flatten(tensors: list[Tensor]) -> Tensor:
-    """One uint8 tensor on the CPU: the raw little-endian bytes of the tensors, in order ("flattened_bucket")."""
-    return torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+def flatten(tensors: list[Tensor], backend: Backend = "gloo") -> Tensor:
+    """One uint8 tensor where the backend sends from: the raw little-endian bytes of the tensors, in order ("flattened_bucket")."""
+    device = torch.device("cpu") if backend == "gloo" else next((t.device for t in tensors if t.is_cuda), torch.device("cuda"))
+    return torch.cat([t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in tensors])

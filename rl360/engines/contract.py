@@ -7,9 +7,14 @@ Source: replies of SGLang 0.5.17 (H200) and 0.5.23 (CPU).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+
+TORN: Final = "torn"
+"""Version label of weights that an update is changing. No reply under it becomes a turn: the request is sent again."""
+
+PauseMode = Literal["abort", "retract", "in_place"]
 
 # ------------------------------------------------------------------------------------------------ generate
 
@@ -125,7 +130,9 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    mode: Literal["abort", "retract", "in_place"]
+    """In flight: ended as they are (`abort`), put back to be computed again (`retract`), frozen with their KV (`in_place`)."""
+
+    mode: PauseMode
 
 
 class PauseReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +181,18 @@ class UpdateFromDistributed(msgspec.Struct, frozen=True, kw_only=True):
     abort_all_requests: bool = False
 
 
+class UpdateFromTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Handles of tensors in memory that the engine can map: on its own host only. One payload for each TP rank.
+
+    SGLang demands base64 of a pickle: `[(name, tensor)]`, each tensor reduced to a handle as torch.multiprocessing does it.
+    It loads them through an unpickler that knows torch, builtins and its own types (`engines/shared_memory.py`).
+    """
+
+    serialized_named_tensors: list[str]
+    flush_cache: bool = msgspec.field(default_factory=lambda: True)  # a factory: sent always
+    weight_version: str | None = None
+
+
 class UpdateWeightVersion(msgspec.Struct, frozen=True, kw_only=True):
     new_version: str
     abort_all_requests: bool = False
@@ -195,11 +214,19 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang answers all its server arguments; these are read (`engines/dialect.py`)."""
+
     model_path: str
     served_model_name: str
     max_total_num_tokens: int
     max_req_input_len: int
     version: str
+    device: str = "cpu"
+    tp_size: int = 1
+    ep_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    enable_return_routed_experts: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +243,8 @@ class ChecksumRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChecksumRank(msgspec.Struct, frozen=True, kw_only=True):
+    """One TP rank, in the order of the ranks. SGLang names fused parameters, the tiny engine Hugging Face's."""
+
     checksums: dict[str, str]
 
 

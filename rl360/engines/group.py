@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from rl360.engines.client import EngineClient, EngineError
-from rl360.engines.collective import BACKEND, Collective
+from rl360.engines.collective import Backend, Collective
 from rl360.engines.contract import InitWeightsGroup, UpdateFromDistributed
 from rl360.engines.plan import Bucket, PushPlan
 
@@ -46,10 +46,10 @@ class WeightGroup:
         self.closed = False
 
     @classmethod
-    async def form(cls, plan: PushPlan, clients: Clients, *, host: str, timeout: float) -> WeightGroup:
+    async def form(cls, plan: PushPlan, clients: Clients, *, host: str, backend: Backend, timeout: float) -> WeightGroup:
         """Gather the plan's engines. Raises Broken when one doesn't come within `timeout` seconds."""
         name = f"rl360-{plan.digest[:12]}-{secrets.token_hex(4)}"
-        collective = await asyncio.to_thread(Collective, host, name, plan.world, timeout=timeout)
+        collective = await asyncio.to_thread(Collective, host, name, plan.world, backend=backend, timeout=timeout)
         joins = {
             seat.generation: clients[seat.generation].join_group(
                 InitWeightsGroup(
@@ -58,7 +58,7 @@ class WeightGroup:
                     rank_offset=seat.rank,
                     world_size=plan.world,
                     group_name=name,
-                    backend=BACKEND,
+                    backend=backend,
                 )
             )
             for seat in plan.seats

@@ -1,6 +1,7 @@
 """Push plan: who sends which bytes to whom, for one set of engine generations. Pure.
 
-Broadcast path: all weights go to every GPU, in buckets. Direct path: non-expert weights go by the same buckets; each
+Broadcast path: all weights go to every GPU, in buckets. Shared memory: the same buckets, mapped by the engines of the
+trainer's own host; no collective. Direct path: non-expert weights go by the same buckets; each
 trainer rank that holds an expert sends it straight to the GPU that serves it, in one more call an engine.
 A plan belongs to one set of engines. When the set changes a new plan is built from the same inputs, so the direct
 path is chosen again whenever it is possible: it can't be lost.
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import blake3
 import msgspec
 
 from rl360.bus import events as ev
+
+_SHARED: Final = "the recipe says that the engines share the trainer's host: they map its memory"
 
 
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
 class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
-    path: Literal["broadcast", "direct"]
+    path: Literal["broadcast", "direct", "shared_memory"]
     why: str
     buckets: tuple[Bucket, ...]
     sends: tuple[ExpertSend, ...]
@@ -75,7 +78,7 @@ class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world(self) -> int:
-        """Ranks of the group: the trainer's rank 0, and one a GPU."""
+        """Ranks of the group, where there is one: the trainer's rank 0, and one a GPU."""
         return 1 + sum(s.gpus for s in self.seats)
 
     @property
@@ -87,25 +90,33 @@ class PushPlan(msgspec.Struct, frozen=True, kw_only=True):
         return ev.PlanBuilt(run=run, step=step, plan=self.digest, generations=self.generations, path=self.path, why=self.why, shares=shares)
 
 
-def plan_push(shards: Sequence[ShardSpec], engines: Sequence[EngineSpec], bucket_bytes: int, *, place_experts: bool = False) -> PushPlan:
+def plan_push(
+    shards: Sequence[ShardSpec],
+    engines: Sequence[EngineSpec],
+    bucket_bytes: int,
+    *,
+    place_experts: bool = False,
+    shared_memory: bool = False,
+) -> PushPlan:
     """Plan a push of `shards` to `engines` in buckets of at most `bucket_bytes`.
 
     `place_experts`: trainer and engines both know which GPU serves which expert, so experts can go direct.
+    `shared_memory`: the recipe says that all engines are on the trainer's host and map its memory.
     The same inputs give the same plan and digest, in whatever order the engines are named.
     """
     engines = sorted(engines, key=lambda e: e.generation)
     _check(shards, engines, bucket_bytes)
     experts = [s for s in shards if s.expert]
     rest = [s for s in shards if not s.expert]
-    direct = place_experts and bool(experts)
+    direct = place_experts and bool(experts) and not shared_memory
     shared = tuple(_buckets(rest, bucket_bytes))
     buckets = shared if direct else (*shared, *_buckets(experts, bucket_bytes))
     to_all = sum(b.bytes for b in buckets)
     to_one = sum(s.bytes for s in experts) if direct else 0
     return PushPlan(
-        digest=_digest(shards, engines, bucket_bytes, place_experts),
-        path="direct" if direct else "broadcast",
-        why=_why(direct, bool(experts), len(buckets)),
+        digest=_digest(shards, engines, bucket_bytes, place_experts, shared_memory),
+        path="shared_memory" if shared_memory else "direct" if direct else "broadcast",
+        why=_SHARED if shared_memory else _why(direct, bool(experts), len(buckets)),
         buckets=buckets,
         sends=tuple(_sends(experts, engines)) if direct else (),
         seats=tuple(_seats(engines, calls=len(buckets) + direct, to_all=to_all, to_one=to_one)),
@@ -159,5 +170,5 @@ def _why(direct: bool, experts: bool, buckets: int) -> str:
     return "the model has no experts: every weight goes to every GPU"
 
 
-def _digest(shards: Sequence[ShardSpec], engines: Sequence[EngineSpec], bucket_bytes: int, place_experts: bool) -> str:
-    return blake3.blake3(msgspec.msgpack.encode((shards, engines, bucket_bytes, place_experts))).hexdigest()
+def _digest(shards: Sequence[ShardSpec], engines: Sequence[EngineSpec], bucket_bytes: int, place_experts: bool, shared_memory: bool) -> str:
+    return blake3.blake3(msgspec.msgpack.encode((shards, engines, bucket_bytes, place_experts, shared_memory))).hexdigest()

@@ -1,7 +1,8 @@
-"""Push a policy version to the engines: plan, gather, pause, broadcast, verify, label, continue.
+"""Push a policy version to the engines: plan, gather, pause, send, verify, label, continue.
 
 An engine that fails or goes silent is left out and the push goes on for the rest on a rebuilt plan; the version number is
 spent once. Whatever happens, every engine that was paused is told to continue (CASES 34), and nothing waits for ever.
+An engine that writes live weights bears the label TORN from the first byte to the agreed checksum, so no turn is made of them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 import aiohttp
 from torch import Tensor
 
 from rl360.bus import events as ev
 from rl360.bus.events import Boundary, Cause
-from rl360.engines.checksum import checksum_of, combined, dtype_name
+from rl360.engines.checksum import dtype_name
 from rl360.engines.client import EngineClient, EngineError
-from rl360.engines.group import Broken, Faults, WeightGroup, on_all
-from rl360.engines.plan import EngineSpec, PushPlan, ShardSpec, plan_push
+from rl360.engines.contract import TORN
+from rl360.engines.dialect import Dialect
+from rl360.engines.group import Broken, Clients, Faults, WeightGroup, on_all
+from rl360.engines.holdings import Holdings
+from rl360.engines.plan import Bucket, EngineSpec, PushPlan, ShardSpec, plan_push
+from rl360.engines.shared_memory import SharedMemory
 
-_PROBE: Final = 2.0  # seconds in which a live engine answers /model_info
+_PROBE: Final = 2.0  # seconds in which a live engine answers /server_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +61,28 @@ class PushOutcome:
         return [*(plan.event(run, step) for plan in self.built), pushed]
 
 
+class Carrier(Protocol):
+    """How a bucket reaches the engines of a plan: over its group, or through shared memory."""
+
+    async def send(self, bucket: Bucket, weights: Mapping[str, Tensor], clients: Clients, *, flush_cache: bool) -> None:
+        """Raises Broken."""
+        ...
+
+
 class Pusher:
     """Pushes to whatever engines there are; keeps the group as long as the plan is the same. An async context manager."""
 
-    def __init__(self, *, bucket_bytes: int, timeout: float, call_timeout: float, host: str = "127.0.0.1") -> None:
-        """`timeout`: seconds of a whole push; `call_timeout`: of one call or bucket; `host`: where engines reach the trainer."""
+    def __init__(
+        self, *, bucket_bytes: int, timeout: float, call_timeout: float, shared_memory: bool = False, host: str = "127.0.0.1"
+    ) -> None:
+        """`timeout`: seconds of a whole push; `call_timeout`: of one call or bucket; `host`: where engines reach the trainer.
+
+        `shared_memory`: all engines are on this host; they map the trainer's memory and there is no group.
+        """
         self.bucket_bytes, self.timeout, self.call_timeout = bucket_bytes, timeout, call_timeout
         self.probe = min(_PROBE, call_timeout)
-        self._host = host
+        self.dialects: dict[str, Dialect] = {}  # by generation, which never changes its own
+        self._shared_memory, self._host = shared_memory, host
         self._lock = asyncio.Lock()
         self._group: WeightGroup | None = None
         self._last_plan = ""
@@ -88,21 +107,43 @@ class Pusher:
             clients = {g: EngineClient(self._http, url, g, timeout=self.call_timeout) for g, url in engines.items()}
             return await _Push(self, version, weights, clients).run(attempt)
 
+    async def learn(self, clients: Clients) -> Faults:
+        """How to drive these engines; who can't be driven in this push, and why."""
+        found, faults = await on_all({g: c for g, c in clients.items() if g not in self.dialects}, lambda c: c.dialect())
+        self.dialects |= found
+        spoken = [self.dialects[g] for g in clients if g in self.dialects]
+        for generation, client in clients.items():
+            dialect = self.dialects.get(generation)
+            if dialect is not None and (why := self._unfit(dialect, spoken[0])):
+                faults[generation] = client.refused(why)
+        return faults
+
+    def _unfit(self, dialect: Dialect, first: Dialect) -> str:
+        if self._shared_memory and not dialect.shared_memory:
+            return f"{dialect.server} can't map the trainer's memory: set push.path = \"broadcast\""
+        if dialect.backend != first.backend:
+            return f"{dialect.server} receives over {dialect.backend}, {first.server} over {first.backend}: one push has one group"
+        return ""
+
     def plan(self, shards: list[ShardSpec], generations: Iterable[str]) -> tuple[PushPlan, bool]:
         """The plan for these engines, and whether it is another one than last time."""
-        plan = plan_push(shards, [EngineSpec(generation=g) for g in generations], self.bucket_bytes)
+        engines = [EngineSpec(generation=g, gpus=self.dialects[g].tp) for g in generations]
+        plan = plan_push(shards, engines, self.bucket_bytes, shared_memory=self._shared_memory)
         new, self._last_plan = plan.digest != self._last_plan, plan.digest
         return plan, new
 
-    async def group(self, plan: PushPlan, clients: Mapping[str, EngineClient]) -> WeightGroup:
-        """The group of this plan: the one at hand, or a new one. Raises Broken."""
+    async def carrier(self, plan: PushPlan, clients: Clients) -> Carrier:
+        """What carries this plan: the group at hand, a new one, or shared memory. Raises Broken."""
+        if plan.path == "shared_memory":
+            return SharedMemory(self.dialects)
         old = self._group
         if old is not None and not old.closed and old.plan.digest == plan.digest:
             return old
         if old is not None:
             self._group = None
             await old.dissolve(clients, timeout=self.probe)
-        self._group = await WeightGroup.form(plan, clients, host=self._host, timeout=self.call_timeout)
+        backend = self.dialects[plan.generations[0]].backend
+        self._group = await WeightGroup.form(plan, clients, host=self._host, backend=backend, timeout=self.call_timeout)
         return self._group
 
 
@@ -114,7 +155,7 @@ class _Push:
         self._clients, self._left = clients, dict(clients)
         self._shards = shard_specs(weights)
         self._built: list[PushPlan] = []
-        self._sums: dict[str, str] = {}
+        self._holdings = Holdings(weights)
         self._results: dict[str, ev.PushResult] = {}
         self._told: dict[str, float] = {}  # when each engine was told to pause; it may have, even if its answer was lost
         self._paused: set[str] = set()
@@ -123,7 +164,8 @@ class _Push:
 
     async def run(self, attempt: int) -> PushOutcome:
         started = time.perf_counter()
-        self._sums = await asyncio.to_thread(checksum_of, list(self._weights.items()))
+        self._leave_out(await self._pusher.learn(self._left))
+        await self._holdings.prepare(self._pusher.dialects[g] for g in self._left)
         try:
             async with asyncio.timeout(self._pusher.timeout):
                 await self._rounds()
@@ -136,7 +178,7 @@ class _Push:
             attempt=attempt,
             plan=self._plan,
             built=tuple(self._built),
-            checksum=combined(self._sums),
+            checksum=self._holdings.digest,
             results=tuple(self._results[g] for g in sorted(self._results)),
             pause_seconds=max((self._resumed[g] - self._told[g] for g, r in self._results.items() if r.ok), default=0.0),
             seconds=time.perf_counter() - started,
@@ -160,12 +202,12 @@ class _Push:
 
     async def _transfer(self) -> None:
         """All weights to all engines that are left. Raises Broken."""
-        group = await self._pusher.group(self._plan, self._left)
+        carrier = await self._pusher.carrier(self._plan, self._left)
         await self._each(self._pause)
         await self._each(self._begin)
         self._calls = self._bytes = 0
         for bucket in self._plan.buckets:
-            await group.send(bucket, self._weights, self._left, flush_cache=bucket is self._plan.buckets[-1])
+            await carrier.send(bucket, self._weights, self._left, flush_cache=bucket is self._plan.buckets[-1])
             self._calls, self._bytes = self._calls + 1, self._bytes + bucket.bytes
 
     async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
@@ -176,10 +218,15 @@ class _Push:
     async def _pause(self, client: EngineClient) -> None:
         if client.generation not in self._paused:
             self._told.setdefault(client.generation, time.perf_counter())
-            await client.pause()
+            await client.pause(self._dialect(client).flush_pause)
             self._paused.add(client.generation)
 
     async def _begin(self, client: EngineClient) -> None:
+        dialect = self._dialect(client)
+        if not dialect.staged:
+            await client.label(TORN)
+        if not dialect.sessions:
+            return
         try:
             await client.begin_update()
         except EngineError as e:
@@ -193,7 +240,7 @@ class _Push:
 
         When all answer it may have been a lost connection: nobody is blamed before the second time.
         """
-        _, silent = await on_all(self._left, lambda c: c.model_info(timeout=self._pusher.probe))
+        _, silent = await on_all(self._left, lambda c: c.server_info(timeout=self._pusher.probe))
         if silent:
             return {g: broken.faults.get(g, error) for g, error in silent.items()}
         if not last_try:
@@ -202,21 +249,22 @@ class _Push:
 
     async def _complete(self) -> None:
         """Verify and label every engine by itself."""
-        checksums, faults = await on_all(self._left, self._verify)
+        _, faults = await on_all(self._left, self._verify)
         self._leave_out(faults)
-        for g, checksum in checksums.items():
-            self._results[g] = ev.PushResult(generation=g, ok=True, checksum=checksum, calls=self._calls, bytes=self._bytes)
+        for g in self._left:
+            self._results[g] = ev.PushResult(generation=g, ok=True, checksum=self._holdings.digest, calls=self._calls, bytes=self._bytes)
 
-    async def _verify(self, client: EngineClient) -> str:
+    async def _verify(self, client: EngineClient) -> None:
         """An engine says 200 to names that it doesn't have, so its own checksums decide (CASES 31)."""
-        await client.end_update()
-        held = await client.checksums()
-        if held != self._sums:
-            names = sorted(n for n in held.keys() | self._sums.keys() if held.get(n) != self._sums.get(n))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise self._error(client.generation, f"holds other weights than the trainer: {', '.join(names[:3])}{more}")
-        await client.set_version(self._version)
-        return combined(held)
+        dialect = self._dialect(client)
+        if dialect.sessions:
+            await client.end_update()
+        if names := self._holdings.disagreement(await client.checksums(), dialect):
+            raise self._error(client.generation, f"holds other weights than the trainer: {names}")
+        await client.label(str(self._version))
+
+    def _dialect(self, client: EngineClient) -> Dialect:
+        return self._pusher.dialects[client.generation]
 
     async def _resume(self) -> None:
         """Continue every engine that was told to pause, the failed ones too. One that can't is not ok."""

@@ -30,7 +30,12 @@ _MEGABYTE: Final = 1_000_000
 async def main(ctx: WorkerContext) -> None:
     """Train and push until `ctx.stop` is set. Raises ModelError, CheckpointError or RankLost."""
     push = ctx.config.push
-    pusher = Pusher(bucket_bytes=int(push.bucket_mb * _MEGABYTE), timeout=push.timeout, call_timeout=push.call_timeout)
+    pusher = Pusher(
+        bucket_bytes=int(push.bucket_mb * _MEGABYTE),
+        timeout=push.timeout,
+        call_timeout=push.call_timeout,
+        shared_memory=push.path == "shared_memory",
+    )
     async with CrewThread(ctx.config, ctx.dir) as crew, pusher:
         trainer = Trainer(ctx, crew, pusher)
         await trainer.restore()

@@ -1,6 +1,6 @@
 """A stand-in for an engine: the update endpoints over a real gloo group, no model. Faults on order.
 
-Run as a script it is a nursery: it imports torch once and forks an engine for every line on its stdin ("PORT"), answering
+Run as a script it is a nursery: it imports torch once and forks an engine for every line on its stdin ("PORT" or "PORT VERSION"), answering
 with the engine's pid. When its stdin closes it kills all of them.
 
 `POST /_fault {"at": path, "how": die | hang | refuse | corrupt | flaky, "call": n}` sets what happens at the n-th call of a
@@ -18,19 +18,26 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, TCPStore
 
+from rl360.engines import collective
 from rl360.engines.checksum import checksum_of
+from rl360.engines.sglang.checksum import checksums
 
 TIMEOUT = timedelta(seconds=6)
 
 
 class FakeEngine:
-    def __init__(self) -> None:
+    """Named "rl360-tiny …" it speaks as the tiny engine does; named as a release of SGLang it has what that release has."""
+
+    def __init__(self, version: str) -> None:
+        self.name = version
         self.weights: dict[str, torch.Tensor] = {}
         self.groups: dict[str, Any] = {}
         self.version = "0"
+        self.labels: list[str] = []
         self.paused = False
+        self.mode = ""
         self.calls: list[str] = []
         self.fault: dict[str, Any] = {}
 
@@ -39,8 +46,6 @@ class FakeEngine:
         post = {
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
-            "/begin_weight_update": self.done,
-            "/end_weight_update": self.done,
             "/init_weights_update_group": self.join,
             "/destroy_weights_update_group": self.leave,
             "/update_weights_from_distributed": self.update,
@@ -48,8 +53,10 @@ class FakeEngine:
             "/weights_checker": self.checksum,
             "/_fault": self.set_fault,
         }
+        if self.name != "0.5.17":
+            post |= {"/begin_weight_update": self.done, "/end_weight_update": self.done}
         app.add_routes([web.post(path, handler) for path, handler in post.items()])
-        app.add_routes([web.get("/model_info", self.info), web.get("/_state", self.state)])
+        app.add_routes([web.get("/server_info", self.info), web.get("/_state", self.state)])
         return app
 
     @web.middleware
@@ -78,6 +85,7 @@ class FakeEngine:
 
     async def pause(self, request: web.Request) -> web.Response:
         self.paused = True
+        self.mode = (await request.json())["mode"]
         return web.json_response({"status": "ok"})
 
     async def resume(self, request: web.Request) -> web.Response:
@@ -89,7 +97,7 @@ class FakeEngine:
 
         def connect() -> Any:
             store = TCPStore(body["master_address"], body["master_port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            return ProcessGroupGloo(PrefixStore(body["group_name"], store), body["rank_offset"], body["world_size"], TIMEOUT)
+            return collective.join(store, body["group_name"], body["rank_offset"], body["world_size"], backend="gloo", timeout=TIMEOUT)
 
         try:
             self.groups[body["group_name"]] = await asyncio.to_thread(connect)
@@ -128,20 +136,25 @@ class FakeEngine:
         body = await request.json()
         assert body["abort_all_requests"] is False
         self.version = body["new_version"]
+        self.labels.append(self.version)
         return await self.done(request)
 
     async def checksum(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "ranks": [{"checksums": checksum_of(self.weights.items())}]})
+        tiny = self.name.startswith("rl360-tiny")
+        sums = [checksum_of(self.weights.items())] if tiny else checksums(self.weights, kind="fused_cpu", tp=1, ep=1)
+        return web.json_response({"success": True, "ranks": [{"checksums": rank} for rank in sums]})
 
     async def info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "fake", "weight_version": self.version})
+        info = {"model_path": "fake", "served_model_name": "fake", "max_total_num_tokens": 8, "max_req_input_len": 8}
+        return web.json_response({**info, "version": self.name, "device": "cpu"})
 
     async def set_fault(self, request: web.Request) -> web.Response:
         self.fault = {"call": 1, **(await request.json())}
         return web.json_response({})
 
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version, "paused": self.paused, "calls": self.calls, "groups": list(self.groups)})
+        seen = {"version": self.version, "labels": self.labels, "paused": self.paused, "mode": self.mode, "calls": self.calls}
+        return web.json_response({**seen, "groups": list(self.groups)})
 
 
 def nursery() -> None:
@@ -152,7 +165,8 @@ def nursery() -> None:
         child = os.fork()
         if child == 0:
             os.close(0)
-            web.run_app(FakeEngine().app(), host="127.0.0.1", port=int(line), print=None, handle_signals=False)
+            port, _, version = line.strip().partition(" ")
+            web.run_app(FakeEngine(version or "rl360-tiny fake").app(), host="127.0.0.1", port=int(port), print=None, handle_signals=False)
             os._exit(0)
         children.append(child)
         print(child, flush=True)

@@ -18,6 +18,7 @@ import torch
 
 from rl360.bus import events as ev
 from rl360.engines.checksum import checksum_of, combined
+from rl360.engines.contract import TORN
 from rl360.engines.push import Pusher, PushOutcome
 
 UPDATE = "/update_weights_from_distributed"
@@ -65,12 +66,12 @@ async def start(nursery: subprocess.Popen[str]) -> AsyncIterator[Callable[[], An
     started: list[Engine] = []
     async with aiohttp.ClientSession() as http:
 
-        async def one() -> Engine:
+        async def one(version: str = "") -> Engine:
             with socket.socket() as s:
                 s.bind(("127.0.0.1", 0))
                 port = s.getsockname()[1]
             assert nursery.stdin is not None and nursery.stdout is not None
-            nursery.stdin.write(f"{port}\n")
+            nursery.stdin.write(f"{port} {version}\n")
             nursery.stdin.flush()
             engine = Engine(int(await asyncio.to_thread(nursery.stdout.readline)), port, http)
             started.append(engine)
@@ -219,3 +220,40 @@ async def test_the_whole_push_has_a_deadline(start: Any) -> None:
     assert [r.ok for r in outcome.results] == [False, False] and "longer than 2 s" in outcome.results[0].error
     assert not (await a.state())["paused"]
     assert outcome.seconds < 8
+
+
+@pytest.mark.parametrize(("version", "mode", "sessions"), [("0.5.17", "abort", False), ("0.5.23", "retract", True)])
+async def test_an_engine_that_writes_live_weights_is_torn_until_its_checksums_agree(
+    start: Any, pusher: Pusher, version: str, mode: str, sessions: bool
+) -> None:
+    a = await start(version)
+    outcome = await pusher.push(7, WEIGHTS, {"a": a.url})
+    assert [(r.ok, r.error, r.checksum) for r in outcome.results] == [(True, "", outcome.checksum)]
+    state = await a.state()
+    assert (state["mode"], state["labels"], state["paused"]) == (mode, [TORN, "7"], False)
+    assert [(path in state["calls"]) for path in ("/begin_weight_update", "/end_weight_update")] == [sessions] * 2
+    assert state["calls"].index("/pause_generation") < state["calls"].index("/update_weight_version") < state["calls"].index(UPDATE)
+
+
+async def test_case31_garbage_stays_torn(start: Any, pusher: Pusher) -> None:
+    a = await start("0.5.17")
+    await a.fault("corrupt")
+    outcome = await pusher.push(1, WEIGHTS, {"a": a.url})
+    assert not outcome.results[0].ok and "embed" in outcome.results[0].error
+    assert (await a.state())["version"] == TORN and not (await a.state())["paused"]
+
+
+async def test_an_engine_that_cannot_be_driven_is_left_out(start: Any, pusher: Pusher) -> None:
+    a, old, other = await start(), await start("0.4.6"), await start("vllm")
+    outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "old": old.url, "other": other.url})
+    found = results(outcome)
+    assert found["a"].ok and "older than 0.5.17" in found["old"].error and "no version of SGLang" in found["other"].error
+    assert not (await old.state())["calls"]
+
+
+async def test_memory_is_shared_with_engines_on_a_gpu_alone(start: Any) -> None:
+    a = await start("0.5.23")
+    async with Pusher(bucket_bytes=BUCKET, timeout=20, call_timeout=2, shared_memory=True) as pusher:
+        outcome = await pusher.push(1, WEIGHTS, {"a": a.url})
+    assert not outcome.results[0].ok and 'push.path = "broadcast"' in outcome.results[0].error
+    assert not (await a.state())["calls"]

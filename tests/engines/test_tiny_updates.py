@@ -38,7 +38,7 @@ class Sender:
         self.groups: dict[str, Collective] = {}
 
     async def join(self, name: str = "push", *, timeout: float = 10.0) -> None:
-        group = self.groups[name] = Collective("127.0.0.1", name, 2, timeout=timeout)
+        group = self.groups[name] = Collective("127.0.0.1", name, 2, backend="gloo", timeout=timeout)
         order = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
         answer, _ = await asyncio.gather(
             self.client.post("/init_weights_update_group", {**order, "group_name": name}), asyncio.to_thread(group.connect)

@@ -19,10 +19,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rl360.engines.contract import FinishReason, WeightSpan
+from rl360.engines.contract import FinishReason, PauseMode, WeightSpan
 from rl360.engines.tiny.cache import Slot, Slots, Stamp, common_prefix
 from rl360.engines.tiny.model import Model, Piece, check_order
-from rl360.engines.tiny.requests import ABORTED, PauseMode, Request
+from rl360.engines.tiny.requests import ABORTED, Request
 from rl360.engines.tiny.sampling import Temperatures, sample
 from rl360.engines.tiny.weights import Weights
 

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, TCPStore
 
+from rl360.engines import collective
 from rl360.engines.contract import InitWeightsGroup
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def _run(future: Future[T], function: Callable[[], T]) -> None:
 
 def _rendezvous(order: InitWeightsGroup, timeout: timedelta) -> Any:
     store = TCPStore(order.master_address, order.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return ProcessGroupGloo(PrefixStore(order.group_name, store), order.rank_offset, order.world_size, timeout)
+    return collective.join(store, order.group_name, order.rank_offset, order.world_size, backend="gloo", timeout=timeout)
 
 
 def _receive(handle: Any, size: int, timeout: timedelta) -> Tensor:

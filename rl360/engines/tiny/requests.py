@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rl360.engines.contract import FinishReason, WeightSpan
 
@@ -62,5 +61,4 @@ class Request:
         return None
 
 
-PauseMode = Literal["abort", "retract", "in_place"]
 ABORTED = FinishReason(type="abort", message="Aborted")

@@ -127,6 +127,7 @@ class _Server:
                 max_total_num_tokens=options.slots * limits.context,
                 max_req_input_len=limits.context - 1,
                 version=f"rl360-tiny {options.generation}",
+                enable_return_routed_experts=options.routed_experts,
             )
         )
 
