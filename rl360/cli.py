@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     worker.add_argument("kind")
     worker.add_argument("--dir", type=Path, required=True, help="folder of the run")
     worker.add_argument("--index", type=int, default=0)
+    worker.add_argument("--journal", default="", metavar="NAME", help="work on a copied step (replay --into) instead of the run")
     worker.set_defaults(command=_worker)
 
     doctor = sub.add_parser("doctor", help="check this machine")
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--step", type=int, required=True)
     explain.add_argument("--json", action="store_true")
     explain.add_argument("--html", type=Path, metavar="FILE", help="write a page that works without a server")
+    explain.add_argument("--journal", default="", metavar="NAME", help="of a copy that replay --into made")
     explain.set_defaults(command=_explain)
 
     replay = sub.add_parser("replay", help="decide a step again, under the recorded rules or others")
@@ -77,6 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one rule")
     replay.add_argument("--gradient", action="store_true", help="measure the real gradient, from the step's checkpoint")
     replay.add_argument("--json", action="store_true")
+    replay.add_argument("--into", metavar="NAME", help="copy the step into a journal of its own, for live workers")
+    replay.add_argument("--before", default="", choices=("", "merger", "filter", "trainer", "scheduler"), help="leave out what they say")
+    replay.add_argument("--journal", default="", metavar="NAME", help="of a copy that --into made")
     replay.set_defaults(command=_replay)
 
     _journal_parser(sub.add_parser("journal", help="look into a run's journal, carry it in one file, keep it within bounds"))
@@ -167,7 +172,7 @@ def _worker(args: argparse.Namespace) -> int:
     if args.kind not in KINDS:
         print(f"rl360: unknown worker kind {args.kind!r}; known: {', '.join(KINDS)}", file=sys.stderr)
         return 2
-    run_worker(args.kind, args.index, args.dir)
+    run_worker(args.kind, args.index, args.dir, args.journal)
     return 0
 
 
@@ -186,13 +191,23 @@ def _audit(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     from rl360.launch.decide_again import explain_step
 
-    return explain_step(args.dir, args.step, as_json=args.json, page=args.html)
+    return explain_step(args.dir, args.step, journal=args.journal, as_json=args.json, page=args.html)
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from rl360.launch.decide_again import replay_step
+    from rl360.launch.decide_again import copy_into, replay_step
 
-    return replay_step(args.dir, args.step, with_=args.with_, overrides=tuple(args.overrides), gradient=args.gradient, as_json=args.json)
+    if args.into:
+        return copy_into(args.dir, args.step, args.into, before=args.before)
+    return replay_step(
+        args.dir,
+        args.step,
+        journal=args.journal,
+        with_=args.with_,
+        overrides=tuple(args.overrides),
+        gradient=args.gradient,
+        as_json=args.json,
+    )
 
 
 def _journal_ls(args: argparse.Namespace) -> int:

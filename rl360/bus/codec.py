@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rl360.bus import events as ev
+from rl360.bus import subjects
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ev.AnyEvent] = msgspec.msgpack.Decoder(ev.AnyEvent)
@@ -71,8 +72,13 @@ def decode(data: bytes, where: str = "") -> ev.AnyEvent:
 
 
 def record(message: Message, deliveries: int = 1) -> Recorded:
-    """Read a message's event. Raises EventError that names the message."""
+    """Read a message's event. Its run is the one that the subject names: a copied step belongs to the journal that it was copied into.
+
+    Raises EventError that names the message.
+    """
     event = decode(message.body, f"journal message {message.seq} ({message.subject})")
+    if event.run != (run := subjects.run_of(message.subject)):
+        event = msgspec.structs.replace(event, run=run)
     return Recorded(message.seq, message.time, event, message.traceparent, deliveries)
 
 

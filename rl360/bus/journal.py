@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,20 +16,13 @@ DEDUPE_WINDOW: Final = 600.0  # seconds in which a copy of an event is dropped b
 _IN_USE: Final = 10058
 
 
-async def create_streams(client: Client, run: str, *, replicas: int = 1) -> None:
-    """Create what is missing; leaves what is there. Raises JetStreamError when a stream has another shape."""
+async def create_streams(client: Client, run: str, *, replicas: int = 1, sources: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Create what is missing; leaves what is there. Raises JetStreamError when a stream has another shape.
+
+    `sources`: other streams that the server copies into the journal, until `stop_copying`.
+    """
     name = subjects.stream(run)
-    journal: dict[str, Any] = {
-        "name": name,
-        "subjects": [f"rl360.{run}.ev.>"],
-        "retention": "limits",
-        "storage": "file",
-        "num_replicas": replicas,
-        "deny_delete": True,
-        "duplicate_window": int(DEDUPE_WINDOW * 1e9),
-        "discard": "new",
-        "allow_direct": True,
-    }
+    journal = {**_journal(run, replicas), "sources": list(sources)}
     dead: dict[str, Any] = {
         "name": subjects.dead_letter_stream(run),
         "subjects": [f"$JS.EVENT.ADVISORY.CONSUMER.{kind}.{name}.>" for kind in ("MAX_DELIVERIES", "MSG_TERMINATED")],
@@ -54,6 +48,25 @@ async def create_streams(client: Client, run: str, *, replicas: int = 1) -> None
         except JetStreamError as e:
             if e.err_code != _IN_USE:
                 raise
+
+
+def _journal(run: str, replicas: int) -> dict[str, Any]:
+    return {
+        "name": subjects.stream(run),
+        "subjects": [f"rl360.{run}.ev.>"],
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": replicas,
+        "deny_delete": True,
+        "duplicate_window": int(DEDUPE_WINDOW * 1e9),
+        "discard": "new",
+        "allow_direct": True,
+    }
+
+
+async def stop_copying(client: Client, run: str, *, replicas: int = 1) -> None:
+    """From now on the journal holds what is published to it and nothing else."""
+    await api(client, f"STREAM.UPDATE.{subjects.stream(run)}", _journal(run, replicas))
 
 
 async def last_seq(client: Client, stream: str) -> int:

@@ -10,7 +10,9 @@ import msgspec
 
 from rl360.config import ConfigError
 from rl360.extras import MissingExtra
-from rl360.launch.journal_files import records
+from rl360.journal.namespace import copy_step
+from rl360.journal.stream import StreamSource
+from rl360.launch.journal_files import open_source, records
 from rl360.replay.compare import Comparison, compare
 from rl360.replay.comparison_text import comparison_lines, measured_line, reproduction_lines
 from rl360.replay.decide import Decision, decide_step
@@ -21,17 +23,17 @@ from rl360.replay.rules import RECORDED, ReplayRules, read_rules
 from rl360.replay.text import lines
 
 
-def facts(path: Path, step: int) -> StepFacts:
-    """What the journal of the run in `path` says about a step. Raises ConfigError when it says nothing."""
+def facts(path: Path, step: int, journal: str = "") -> StepFacts:
+    """What the journal of the run in `path` (or the copy `journal`) says about a step. Raises ConfigError when it says nothing."""
     try:
-        return facts_of(asyncio.run(records(path, [step])), step)
+        return facts_of(asyncio.run(records(path, [step], journal=journal)), step)
     except ReplayError as e:
         raise ConfigError(f"{path}: {e}") from None
 
 
-def explain_step(path: Path, step: int, *, as_json: bool, page: Path | None) -> int:
+def explain_step(path: Path, step: int, *, journal: str, as_json: bool, page: Path | None) -> int:
     """Print where a step's gradient went; write it as a page when asked."""
-    explanation = explain(facts(path, step))
+    explanation = explain(facts(path, step, journal))
     if page is not None:
         from rl360.replay.page import render
 
@@ -43,9 +45,9 @@ def explain_step(path: Path, step: int, *, as_json: bool, page: Path | None) -> 
     return 0
 
 
-def replay_step(path: Path, step: int, *, with_: str, overrides: Sequence[str], gradient: bool, as_json: bool) -> int:
+def replay_step(path: Path, step: int, *, journal: str, with_: str, overrides: Sequence[str], gradient: bool, as_json: bool) -> int:
     """Decide a step again: first as recorded, then under other rules when some are given. 1: a recorded decision comes out differently."""
-    known = facts(path, step)
+    known = facts(path, step, journal)
     try:
         made = reproduce(known)
         other = _other(known, with_, overrides)
@@ -64,6 +66,22 @@ def replay_step(path: Path, step: int, *, with_: str, overrides: Sequence[str], 
         elif comparison.measured is not None:
             print(measured_line(comparison.measured))
     return 1 if made.differences else 0
+
+
+def copy_into(path: Path, step: int, name: str, *, before: str) -> int:
+    """Copy a step into a journal of its own, in the store of the same run."""
+    copied = asyncio.run(_copy(path, step, name, before))
+    print(f"{copied} events of step {step} copied into journal {name!r}")
+    print(f"start a worker on it: rl360 worker {before or 'filter'} --dir {path} --journal {name}")
+    print(f"compare:              rl360 replay {path} --step {step} --journal {name}")
+    return 0
+
+
+async def _copy(path: Path, step: int, name: str, before: str) -> int:
+    async with open_source(path) as source:
+        if not isinstance(source, StreamSource):
+            raise ConfigError(f"{path} is an imported archive, which live workers can't follow: copy a step of a run's own folder")
+        return await copy_step(source.bus, step, name, before=before)
 
 
 def _other(known: StepFacts, with_: str, overrides: Sequence[str]) -> Decision | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
@@ -13,26 +14,33 @@ from rl360.bus.client import Bus, BusAddress
 from rl360.bus.worker import WorkerContext
 from rl360.launch.kinds import Main, load
 from rl360.launch.rundir import RunDir
+from rl360.launch.stored import served
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def run_worker(kind: str, index: int, path: Path) -> None:
-    """Run a worker of the run in `path`. Raises MissingExtra, ConfigError or BusError when it can't start."""
+def run_worker(kind: str, index: int, path: Path, journal: str = "") -> None:
+    """Run a worker of the run in `path`, or on a step that was copied into `journal`.
+
+    Raises MissingExtra, ConfigError or BusError when it can't start.
+    """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     main = load(kind)
-    asyncio.run(_run(kind, index, RunDir(path), main))
+    asyncio.run(_run(kind, index, RunDir(path), main, journal))
 
 
-async def _run(kind: str, index: int, folder: RunDir, main: Main) -> None:
+async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     config, addresses, secrets = folder.config, folder.addresses, folder.secrets
-    address = BusAddress(url=addresses.nats, user=kind, password=secrets.nats[kind])
-    blobs = BlobStore(folder.path / "blobs")
-    async with Bus.connect(address, config.run.name, blobs, name=f"{kind}{index}") as bus:
+    async with AsyncExitStack() as stack:
+        address = BusAddress(url=addresses.nats, user=kind, password=secrets.nats[kind])
+        if journal:
+            address = await stack.enter_async_context(served(folder))
+        blobs = BlobStore(folder.path / "blobs")
+        bus = await stack.enter_async_context(Bus.connect(address, journal or config.run.name, blobs, name=f"{kind}{index}"))
         context = WorkerContext(
             kind=kind,
             index=index,
