@@ -1,7 +1,8 @@
-"""The journal itself: no event is missing, none stands there twice with another content."""
+"""The journal itself: whole, every message read, no fact there twice with another content, the recipe as its digest says."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -10,30 +11,46 @@ from rl360.bus import events as ev
 from rl360.bus import subjects
 from rl360.bus.blobs import digest_of
 from rl360.bus.codec import Recorded, encode
+from rl360.journal.source import Reading
 
 _ONCE: Final = (ev.StepOpened, ev.TurnCompleted, ev.TrajectoryMerged, ev.GroupDecided, ev.StepTrained, ev.StepClosed)
 """Facts and decisions that are made once. Of terminal outcomes S16 says which one counts."""
 
 
 class OrderCheck:
-    def __init__(self) -> None:
-        self._last: int | None = None
+    def __init__(self, journal: Reading) -> None:
+        self._whole = journal.steps is None
+        self._malformed, self._unread = journal.malformed, journal.unread
+        self._last = 0
+        self._recipe = ""
         self._held: dict[str, bytes] = {}  # message id -> digest of the content
 
     def on(self, recorded: Recorded) -> Iterator[Finding]:
-        if self._last is not None and recorded.seq != self._last + 1:
-            text = f"event {recorded.seq} follows event {self._last}: the journal is not whole"
-            yield Finding(rule="journal", about=recorded.event.run, text=text, seq=recorded.seq)
-        self._last = recorded.seq
-        yield from self._same(recorded)
+        event, seq = recorded.event, recorded.seq
+        if self._whole and any(missing not in self._unread for missing in range(self._last + 1, seq)):
+            before = f"event {self._last}" if self._last else "nothing"
+            yield Finding(rule="journal", about=event.run, text=f"event {seq} follows {before}: the journal is not whole", seq=seq)
+        if not self._last and not isinstance(event, ev.RunStarted):
+            yield Finding(rule="journal", about=event.run, text=f"begins with {type(event).__name__}, not with RunStarted", seq=seq)
+        self._last = seq
+        if isinstance(event, ev.RunStarted):
+            yield from self._started(seq, event)
+        elif isinstance(event, _ONCE):
+            yield from self._same(seq, event)
 
-    def _same(self, recorded: Recorded) -> Iterator[Finding]:
-        if not isinstance(recorded.event, _ONCE):
-            return
-        name = subjects.msg_id(recorded.event)
-        content = digest_of(encode(recorded.event)).encode()
+    def _started(self, seq: int, event: ev.RunStarted) -> Iterator[Finding]:
+        if digest_of(json.dumps(event.config, sort_keys=True).encode()) != event.config_digest:
+            yield Finding(rule="journal", about=event.run, text="the recorded recipe is not the one that its digest names", seq=seq)
+        if self._recipe and event.config_digest != self._recipe:
+            yield Finding(rule="journal", about=event.run, text="was resumed with another recipe", seq=seq)
+        self._recipe = self._recipe or event.config_digest
+
+    def _same(self, seq: int, event: ev.Event) -> Iterator[Finding]:
+        name = subjects.msg_id(event)
+        content = digest_of(encode(event)).encode()
         if self._held.setdefault(name, content) != content:
-            yield Finding(rule="journal", about=name, text="stands in the journal twice, with different contents", seq=recorded.seq)
+            yield Finding(rule="journal", about=name, text="stands in the journal twice, with different contents", seq=seq)
 
     def end(self) -> Iterable[Finding]:
-        return ()
+        for seq, text in self._malformed.items():
+            yield Finding(rule="journal", about=f"event {seq}", text=f"can't be read: {text}", seq=seq)

@@ -26,6 +26,8 @@ class OutcomeCheck:
                 yield from self._outcome(recorded.seq, outcome)
             case ev.LateOutcome() as late:
                 yield from self._late(recorded.seq, late)
+            case ev.GroupDecided(kept=True) as decided:
+                yield from self._rewarded(recorded.seq, decided)
             case ev.StepClosed() as closed:
                 yield from self._closed(recorded.seq, closed)
             case _:
@@ -48,6 +50,17 @@ class OutcomeCheck:
             yield Finding(
                 rule="S16", about=late.attempt, text=f"called late after event {late.first_seq}, which is not its first outcome", seq=seq
             )
+
+    def _rewarded(self, seq: int, decided: ev.GroupDecided) -> Iterator[Finding]:
+        """A reward that trains is the one that a verifier wrote."""
+        for a in decided.attempts:
+            if a.advantage is None:
+                continue
+            _, first = self._first.get(a.attempt, (0, None))
+            wrote = first.reward if isinstance(first, ev.VerifierResult) else None
+            if wrote is None or wrote != a.raw_reward:
+                text = f"trains on reward {a.raw_reward}; its verifier wrote {'none' if wrote is None else wrote}"
+                yield Finding(rule="S12", about=a.attempt, text=text, seq=seq)
 
     def _closed(self, seq: int, closed: ev.StepClosed) -> Iterator[Finding]:
         for attempt in sorted(self._requested.get((closed.purpose, closed.step), set()) - self._first.keys()):

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from rl360.audit.finding import Finding
 from rl360.bus import events as ev
 from rl360.bus import sample as wire
-from rl360.bus.blobs import BlobError, BlobStore
+from rl360.bus.blobs import BlobError, BlobMissing, BlobStore
 from rl360.bus.codec import Recorded
 from rl360.bus.payload import Payload
+from rl360.journal.pruned import Pruned
 
 
 class BlobCheck:
     """Reads every payload that an event carries or names."""
 
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: BlobStore, pruned: Pruned) -> None:
+        self._blobs, self._pruned = blobs, pruned
         self._read: set[str] = set()
 
     def on(self, recorded: Recorded) -> Iterator[Finding]:
@@ -32,6 +33,8 @@ class BlobCheck:
             try:
                 self._blobs.unpack(payload)
             except BlobError as e:
+                if isinstance(e, BlobMissing) and self._pruned.covers(event.step):
+                    continue
                 about = str(getattr(event, "session", event.run))
                 yield Finding(rule="blob", about=about, text=f"{type(event).__name__}.{name}: {e}", seq=recorded.seq)
             else:
@@ -55,8 +58,8 @@ class _Conversation:
 class TokenCheck:
     """Merges again, in its own way, and compares."""
 
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: BlobStore, pruned: Pruned) -> None:
+        self._blobs, self._pruned = blobs, pruned
         self._turns: dict[str, dict[int, ev.TurnCompleted]] = {}  # by session
         self._seen: dict[str, set[int]] = {}  # session -> branches
         self._sampled: dict[str, set[tuple[int, int]]] = {}  # session -> sampled tokens (turn, place) that its branches hold
@@ -64,6 +67,8 @@ class TokenCheck:
 
     def on(self, recorded: Recorded) -> Iterator[Finding]:
         event = recorded.event
+        if self._pruned.covers(event.step):
+            return
         if isinstance(event, ev.TurnCompleted):
             self._turns.setdefault(event.session, {}).setdefault(event.turn, event)
         elif isinstance(event, ev.TrajectoryMerged) and event.branch not in self._seen.setdefault(event.session, set()):
@@ -129,14 +134,10 @@ class TokenCheck:
         for turn in chain:
             parts.append(_nothing(np.frombuffer(self._blobs.unpack(turn.prompt_ids), "<i4")))
             output = np.frombuffer(self._blobs.unpack(turn.output_ids), "<i4")
-            versions = np.full(len(output), -1, np.int32)
-            for span in turn.spans:
-                versions[span.start : span.end] = span.version
+            versions = _versions(turn, len(output))
             logprobs = np.frombuffer(self._blobs.unpack(turn.logprobs), "<f4")
-            if len(logprobs) != len(output) or (versions < 0).any():
-                raise wire.SampleError(
-                    f"turn {turn.turn}: {len(output)} tokens, {len(logprobs)} log-probs, versions of {(versions >= 0).sum()}"
-                )
+            if len(logprobs) != len(output) or not np.isfinite(logprobs).all():
+                raise wire.SampleError(f"turn {turn.turn}: {np.isfinite(logprobs).sum()} log-probs for {len(output)} tokens")
             parts.append(
                 _Conversation(output, np.full(len(output), turn.turn, np.int32), np.arange(len(output), dtype=np.int32), logprobs, versions)
             )
@@ -152,6 +153,20 @@ class TokenCheck:
 def _nothing(ids: NDArray[np.int32]) -> _Conversation:
     zeros = np.zeros(len(ids), np.int32)
     return _Conversation(ids, zeros, zeros, np.zeros(len(ids), np.float32), zeros - 1)
+
+
+def _versions(turn: ev.TurnCompleted, tokens: int) -> NDArray[np.int32]:
+    """The one version of each sampled token. Raises SampleError when a token has none, or two."""
+    versions = np.full(tokens, -1, np.int32)
+    end = 0
+    for span in turn.spans:
+        if span.start != end or span.end < span.start:
+            raise wire.SampleError(f"turn {turn.turn}: its version spans leave tokens out, or name them twice: {turn.spans}")
+        versions[span.start : span.end] = span.version
+        end = span.end
+    if end != tokens:
+        raise wire.SampleError(f"turn {turn.turn}: its version spans end at token {end} of {tokens}")
+    return versions
 
 
 def chain_of(turns: dict[int, ev.TurnCompleted], branch: int) -> list[ev.TurnCompleted]:

@@ -17,8 +17,8 @@ from rl360.trainer.reduction import ReductionError, token_weights
 
 
 class TrainingCheck:
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: BlobStore, steps: frozenset[int] | None) -> None:
+        self._blobs, self._steps = blobs, steps
         self._config = Config()
         self._outcomes = Outcomes()
         self._groups: dict[int, int] = {}  # step -> groups it opened with
@@ -43,11 +43,11 @@ class TrainingCheck:
             case ev.GroupDecided(purpose=ev.Purpose.TRAIN):
                 self._decided.setdefault(event.step, {}).setdefault(event.group, event)
             case ev.StepTrained() if event.step not in self._trained:
-                for rule, text in (*self._order(event), *self._content(event)):
+                for rule, text in (*self._order(event), *self._content(event)) if self._whole(event.step) else ():
                     yield Finding(rule=rule, about=f"step {event.step}", text=text, seq=seq)
                 self._trained[event.step] = self._version = event.version
                 self._made.add(event.version)
-            case ev.WeightsPushed():
+            case ev.WeightsPushed() if self._whole(event.step):
                 for text in self._push(event):
                     yield Finding(rule="S24", about=f"version {event.version}", text=text, seq=seq)
             case _:
@@ -55,6 +55,10 @@ class TrainingCheck:
 
     def end(self) -> Iterable[Finding]:
         return ()
+
+    def _whole(self, step: int) -> bool:
+        """Whether the journal has all of a step; of the step before one that it was cut to it has what that one stands on."""
+        return self._steps is None or step in self._steps
 
     def _started(self, event: ev.RunStarted) -> None:
         try:
@@ -87,6 +91,9 @@ class TrainingCheck:
     def _samples(self, trained: ev.StepTrained, chosen: tuple[Survivor, ...]) -> Iterator[tuple[str, str]]:
         if trained.samples != len(trained.sample_digests):
             yield "S21", f"says {trained.samples} samples and lists {len(trained.sample_digests)}"
+        tokens = sum(s.merged.sampled for s in chosen)
+        if trained.tokens != tokens:
+            yield "S21", f"says that it trained on {trained.tokens} tokens; its samples have {tokens} sampled ones"
         expected = {digest: s.merged for s in chosen if (digest := self._digest(s)) is not None}
         counts = Counter(trained.sample_digests)
         for digest, merged in expected.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import DeadLetter, EventError, Message, Recorded, record
@@ -21,11 +21,16 @@ class Reading:
     `steps`: the steps that it was cut to; None: the whole journal.
     """
 
-    records: list[Recorded]
-    unknown: dict[int, str]
-    malformed: dict[int, str]
+    records: Sequence[Recorded]
+    unknown: Mapping[int, str] = field(default_factory=dict[int, str])
+    malformed: Mapping[int, str] = field(default_factory=dict[int, str])
     dead_letters: Sequence[DeadLetter] = ()
     steps: frozenset[int] | None = None
+
+    @property
+    def unread(self) -> dict[int, str]:
+        """All that was not read."""
+        return {**self.unknown, **self.malformed}
 
 
 class Source(ABC):
@@ -44,7 +49,7 @@ class Source(ABC):
 
     async def records(self, steps: Collection[int] | None = None) -> list[Recorded]:
         """All events, or those that `steps` need, in order."""
-        return (await self.read(steps)).records
+        return list((await self.read(steps)).records)
 
     async def read(self, steps: Collection[int] | None = None) -> Reading:
         """Events, what could not be read as one, and dead letters."""

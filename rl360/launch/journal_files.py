@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rl360.audit import audit
+from rl360.audit import audit, notes
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
@@ -16,7 +16,7 @@ from rl360.bus.connection import BusError
 from rl360.config import ConfigError
 from rl360.dash.fold import RunView
 from rl360.journal.archive import ArchiveSource, is_archive
-from rl360.journal.source import Source
+from rl360.journal.source import Reading, Source
 from rl360.journal.stream import StreamSource
 from rl360.launch import summary, trace
 from rl360.launch.rundir import RunDir
@@ -51,13 +51,17 @@ async def records(path: Path, steps: Collection[int] | None = None, *, journal: 
 
 def audit_run(path: Path, *, as_json: bool) -> int:
     """Print the findings of a run's audit; 1 when there is one."""
-    findings = audit(asyncio.run(records(path)), BlobStore(path / "blobs"))
+
+    async def read() -> Reading:
+        async with open_source(path) as source:
+            return await source.read()
+
+    journal = asyncio.run(read())
+    findings = audit(journal, BlobStore(path / "blobs"))
     if as_json:
         print(json.dumps([f.as_dict() for f in findings]))
     else:
-        for finding in findings:
-            print(finding)
-        print(f"{len(findings)} findings" if findings else "clean: every rule holds")
+        print(*findings, *notes(journal), f"{len(findings)} findings" if findings else "clean: every rule holds", sep="\n")
     return 1 if findings else 0
 
 

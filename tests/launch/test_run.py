@@ -11,6 +11,7 @@ from rl360.audit import audit
 from rl360.bus import events as ev
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import Recorded
+from rl360.journal.source import Reading
 from rl360.launch import journal_files
 from tests.launch.run_process import SMALL, RunProcess, leftovers, running
 
@@ -30,7 +31,7 @@ async def whole(path: Path, steps: int) -> list[Recorded]:
     outcomes = terminal_outcomes(records)
     assert set(outcomes) == requested
     assert {a for a, n in outcomes.items() if n > 1} <= late
-    assert audit(records, BlobStore(path / "blobs")) == []
+    assert audit(Reading(records), BlobStore(path / "blobs")) == []
     assert [r.event.step for r in records if isinstance(r.event, ev.StepTrained)] == list(range(steps))
     assert leftovers(path) == []
     return records

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -97,7 +98,8 @@ class World:
         self.todo: list[Iterator[ev.Event]] = []  # what runners are in the middle of
         self._read = 0
         config_data = to_toml_data(config)
-        self.journal.publish(ev.RunStarted(run=RUN, config=config_data, config_digest="c", code_version="1", seed=config.run.seed))
+        digest = digest_of(json.dumps(config_data, sort_keys=True).encode())
+        self.journal.publish(ev.RunStarted(run=RUN, config=config_data, config_digest=digest, code_version="1", seed=config.run.seed))
         self._push(0)
 
     # ------------------------------------------------------------------------------------------------ workers of ours
