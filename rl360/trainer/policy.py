@@ -82,7 +82,7 @@ class Policy:
         self.layout = Layout.here()
         self._config = transformer_config(spec, trainer, self.layout)
         data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=trainer.distributed_optimizer)
-        model = build_model(spec, self._config, self.layout)
+        model = build_model(spec, self._config, self.layout).to(self._device)  # megatron leaves a router where torch made it
         self._output_rows = OutputRows(model) if self.layout.last_stage else None
         self._shards = Shards(model, self._config, spec, self.layout)
         if trainer.routing_replay and spec.experts is None:
