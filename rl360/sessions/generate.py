@@ -16,7 +16,7 @@ from rl360.config import Config
 from rl360.engines.contract import GenerateRequest, SamplingParams
 from rl360.sessions.fence import Fence
 from rl360.sessions.offload import BIG, off_loop
-from rl360.sessions.sampled import EngineReply, Refused
+from rl360.sessions.sampled import EngineReply, Refused, parse, rest
 
 T = TypeVar("T")
 
@@ -90,7 +90,6 @@ class EngineClient:
         self._fence = fence or Fence()
         self._url = f"{gateway.rstrip('/')}/generate"
         self.deadline = deadline
-        self._decoder = msgspec.json.Decoder(EngineReply)
 
     async def __aenter__(self) -> EngineClient:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
@@ -99,8 +98,10 @@ class EngineClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    async def call(self, body_of: Callable[[int], bytes], headers: Mapping[str, str], check: Callable[[EngineReply], T]) -> Answer[T]:
-        """Send `body_of(n)` until `check` accepts the reply.
+    async def call(
+        self, body_of: Callable[[int], bytes], headers: Mapping[str, str], check: Callable[[EngineReply], T], *, prompt: bytes = b""
+    ) -> Answer[T]:
+        """Send `body_of(n)` until `check` accepts the reply. `prompt`: JSON ids, an echo equal to which need not be parsed.
 
         `n` counts the replies refused so far: a new request id after those, the same one while nothing was answered.
         Raises EngineFault when the deadline passes, or at once when another try can't help.
@@ -111,7 +112,7 @@ class EngineClient:
             tries += 1
             try:
                 content, worker = await self._send(body_of(refused), headers, end - time.monotonic())
-                reply, value = await off_loop(lambda c: self._read(c, check), content, size=len(content), limit=BIG)
+                reply, value = await self._checked(content, prompt, check)
                 return Answer(value, reply, worker, tries - 1)
             except _Again as again:
                 refused += again.fault.refused
@@ -120,9 +121,13 @@ class EngineClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _read(self, content: bytes, check: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
+    async def _checked(self, content: bytes, prompt: bytes, check: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
+        text = rest(content, prompt)
+        return await off_loop(lambda t: self._read(t, content, check), text, size=len(text), limit=BIG)
+
+    def _read(self, text: bytes, content: bytes, check: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
         try:
-            reply = self._decoder.decode(content)
+            reply = parse(text, content)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             detail = f"the engine's reply is not the contract's: {e}"
             raise EngineFault(Boundary.ENGINE, Cause.UNKNOWN, type(e).__name__, detail, refused=1) from None

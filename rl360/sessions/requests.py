@@ -1,6 +1,6 @@
 """An agent's request body: read, validated, digested, before any state changes (S5). Unknown fields are tolerated and ignored.
 
-Old messages cost a comparison of their bytes: what stands where it stood in the last request is not parsed again.
+Old messages cost a comparison of their bytes (`seen.py`): they are neither split nor parsed again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import msgspec
 
 from rl360.sessions.history import Digest, chained, digest, root
 from rl360.sessions.messages import Message, Role, Tool, ToolCall, parse_object
+from rl360.sessions.seen import Seen, Unread, split
 
 
 class RequestError(Exception):
@@ -72,18 +73,8 @@ class _Tool(msgspec.Struct):
     function: _ToolFunction
 
 
-class Seen(msgspec.Struct):
-    """The last request of a session: what its bytes were, and what they meant. Nothing here decides a match by itself."""
-
-    tools_raw: bytes = b""
-    tools: tuple[Tool, ...] = ()
-    raw: list[bytes] = []
-    roles: list[Role] = []
-    chain: list[Digest] = []
-
-
 class Incoming(msgspec.Struct, frozen=True):
-    """A validated request. `chain` and `roles` as `history.match` takes them."""
+    """A validated request. `chain` and `roles` as `history.match` takes them; `raw` as `Seen` holds it."""
 
     raw: list[bytes]
     chain: list[Digest]
@@ -94,7 +85,7 @@ class Incoming(msgspec.Struct, frozen=True):
 
     def messages(self, start: int) -> list[Message]:
         """Messages from `start` on, parsed."""
-        return [parse_message(raw, i) for i, raw in enumerate(self.raw[start:], start)]
+        return _parsed(self.raw, start)
 
 
 _ROLES: Final[dict[str, Role]] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -104,39 +95,50 @@ _message: Final = msgspec.json.Decoder(_Message)
 _tools: Final = msgspec.json.Decoder(list[_Tool])
 
 
-def read(data: bytes, seen: Seen) -> Incoming:
+def read(body: Unread, seen: Seen) -> Incoming:
     """Validate a body. Raises RequestError: 400 with the place and the reason, 422 for content the policy can't read."""
-    try:
-        body = _body.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        code = "invalid_request" if isinstance(e, msgspec.ValidationError) else "invalid_json"
-        raise RequestError(400, code, f"request body: {e}") from None
-    if not body.messages:
+    fields, body = _decode(body)
+    if not fields.messages:
         raise RequestError(400, "invalid_request", "messages is empty: send the conversation so far", "messages")
-    seen = _follow(body, seen)
+    seen = _follow(fields, body, seen)
     if seen.roles[-1] == "assistant":
         raise RequestError(400, "invalid_request", "the last message is the assistant's: there is nothing to answer", "messages")
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    return Incoming(seen.raw, seen.chain, seen.roles, seen.tools, bool(body.stream), usage)
+    usage = bool(fields.stream_options and fields.stream_options.include_usage)
+    return Incoming(seen.raw, seen.chain, seen.roles, seen.tools, bool(fields.stream), usage)
 
 
-def _follow(body: Body, seen: Seen) -> Seen:
+def _decode(body: Unread) -> tuple[Body, Unread]:
+    """The fields of a body. One that doesn't make sense without its known messages is read whole."""
+    try:
+        fields = _body.decode(body.text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        if body.known:
+            return _decode(body.whole())
+        code = "invalid_request" if isinstance(e, msgspec.ValidationError) else "invalid_json"
+        raise RequestError(400, code, f"request body: {e}") from None
+    return (fields, body) if body.holds(fields.messages) else _decode(body.whole())
+
+
+def _follow(fields: Body, body: Unread, seen: Seen) -> Seen:
     """Make `seen` the request in `body`. Messages that stand where they stood before keep their meaning without being read."""
-    raw = [bytes(m) for m in body.messages]
-    tools_raw = bytes(body.tools)
-    same = 0
+    head, raw = split(body, fields.messages, seen)
+    tools_raw, same = bytes(fields.tools), body.known
     if tools_raw == seen.tools_raw:
         tools = seen.tools
         while same < min(len(raw), len(seen.raw)) and raw[same] == seen.raw[same]:
             same += 1
     else:
-        tools = parse_tools(tools_raw)
-    new = [parse_message(m, i) for i, m in enumerate(raw[same:], same)]
+        tools, same = parse_tools(tools_raw), 0
+    new = _parsed(raw, same)
     start = seen.chain[: same + 1] if same else [root(tools)]
-    chain = start[:-1] + chained(start[-1], (digest(m) for m in new))
-    seen.tools_raw, seen.tools = tools_raw, tools
-    seen.raw, seen.roles, seen.chain = raw, seen.roles[:same] + [m.role for m in new], chain
+    seen.chain = start[:-1] + chained(start[-1], (digest(m) for m in new))
+    seen.roles = seen.roles[:same] + [m.role for m in new]
+    seen.head, seen.raw, seen.tools_raw, seen.tools = head, raw, tools_raw, tools
     return seen
+
+
+def _parsed(raw: list[bytes], start: int) -> list[Message]:
+    return [parse_message(m.lstrip(b", \t\r\n"), i) for i, m in enumerate(raw[start:], start)]
 
 
 def parse_tools(data: bytes) -> tuple[Tool, ...]:

@@ -1,4 +1,7 @@
-"""What an engine's reply must be before it becomes a turn (S1). Pure."""
+"""What an engine's reply must be before it becomes a turn (S1). Pure.
+
+The echoed prompt is nearly all of a reply, so it is compared with what was sent before the rest is parsed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl360.bus.events import VersionSpan
-from rl360.engines.contract import MetaInfo
+from rl360.engines.contract import TORN, MetaInfo
 
 _SPACE: Final = b" \t\r\n"
 
@@ -24,14 +27,38 @@ class Refused(Exception):
 
 
 _NULL: Final = msgspec.Raw(b"null")
+_ECHO: Final = b'"prompt_token_ids":['
+_EQUAL: Final = msgspec.Raw(b"[]")
+"""In place of an echo that was found equal, known by its identity alone."""
 
 
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A `/generate` reply; the echoed prompt stays raw, so that it is compared as bytes."""
+    """A `/generate` reply; the echoed prompt stays raw."""
 
     output_ids: list[int]
     meta_info: MetaInfo
     prompt_token_ids: msgspec.Raw = _NULL
+
+
+_reply: Final = msgspec.json.Decoder(EngineReply)
+
+
+def rest(content: bytes, prompt: bytes) -> bytes:
+    """A reply without the ids of its echo, when these are the JSON ids `prompt` to the byte; else all of it."""
+    start = content.find(_ECHO) + len(_ECHO)
+    end = start + len(prompt)
+    equal = start >= len(_ECHO) and content[end : end + 1] == b"]" and content.startswith(prompt, start)
+    return content[:start] + content[end:] if equal else content
+
+
+def parse(text: bytes, content: bytes) -> EngineReply:
+    """A reply from its `rest`. Raises msgspec.MsgspecError, UnicodeDecodeError."""
+    reply = _reply.decode(text)
+    if len(text) == len(content):
+        return reply
+    if bytes(reply.prompt_token_ids) != b"[]":  # not the field whose ids were left out
+        return _reply.decode(content)
+    return msgspec.structs.replace(reply, prompt_token_ids=_EQUAL)
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +92,10 @@ def check(reply: EngineReply, *, prompt: bytes, prompt_tokens: int, min_version:
 
 def _check_echo(reply: EngineReply, prompt: bytes, prompt_tokens: int) -> None:
     """The engine must have seen exactly the stored ids."""
-    if bytes(reply.prompt_token_ids) == b"null":
+    echo = reply.prompt_token_ids
+    if bytes(echo) == b"null":
         raise Refused("the reply has no prompt_token_ids: the engine must support return_prompt_token_ids (S1)")
-    echoed = bytes(reply.prompt_token_ids)[1:-1]
-    if echoed != prompt and echoed.translate(None, _SPACE) != prompt:
+    if echo is not _EQUAL and bytes(echo).translate(None, _SPACE) != b"[" + prompt + b"]":
         raise Refused("the engine's prompt ids are not the ones that were sent (S1)")
     if reply.meta_info.prompt_tokens != prompt_tokens:
         raise Refused(f"the engine counted {reply.meta_info.prompt_tokens} prompt tokens, {prompt_tokens} were sent (S1)")
@@ -76,6 +103,8 @@ def _check_echo(reply: EngineReply, prompt: bytes, prompt_tokens: int) -> None:
 
 def _spans(meta: MetaInfo, tokens: int) -> tuple[VersionSpan, ...]:
     """Versions of the output tokens; an engine that reports no spans has one version a reply."""
+    if TORN in (meta.weight_version, *(s.version for s in meta.weight_versions)):
+        raise Refused("sampled while an update was changing the weights", again=True)
     if not meta.weight_versions:
         return (VersionSpan(_version(meta.weight_version), 0, tokens),)
     spans = tuple(VersionSpan(_version(s.version), s.start, s.end) for s in meta.weight_versions)

@@ -16,7 +16,8 @@ from rl360.bus.events import Event, RoutingDelta, SessionClosed, SessionOpened, 
 from rl360.bus.payload import Payload
 from rl360.sessions.metrics import Metrics
 from rl360.sessions.names import SessionName, parse_session
-from rl360.sessions.requests import RequestError, Seen
+from rl360.sessions.requests import RequestError
+from rl360.sessions.seen import Seen
 from rl360.sessions.templates import Template
 from rl360.sessions.turns import Ended, Tree, turn_of
 

@@ -23,6 +23,7 @@ from rl360.sessions.recording import Outcome
 from rl360.sessions.requests import Incoming, RequestError, read
 from rl360.sessions.routing import Delta, RoutingShape
 from rl360.sessions.sampled import EngineReply, Refused, Sampled, check
+from rl360.sessions.seen import unread
 from rl360.sessions.store import Live, Store
 from rl360.sessions.templates import Template
 from rl360.sessions.turns import Ended, Turn, turn_of
@@ -56,7 +57,8 @@ class Turns:
             live.lock.release()
 
     async def _take(self, live: Live, data: bytes, request_id: str) -> tuple[Turn, Incoming]:
-        incoming = await off_loop(lambda d: read(d, live.seen), data, size=len(data), limit=BIG)
+        body = unread(data, live.seen)
+        incoming = await off_loop(lambda b: read(b, live.seen), body, size=len(body.text), limit=BIG)
         found = live.tree.by_request.get(request_id) if request_id else None
         place = Retry(found.number) if found else match(live.tree, incoming.chain, incoming.roles)
         if isinstance(place, Retry):
@@ -118,7 +120,7 @@ class Turns:
             return sampled, self._delta(live, prompt, reply, len(sampled.ids))
 
         started = time.time()
-        live.call = asyncio.create_task(self._engine.call(body, self._headers(live, prompt), accept))
+        live.call = asyncio.create_task(self._engine.call(body, self._headers(live, prompt), accept, prompt=prompt.json))
         try:
             answer = await live.call
         except asyncio.CancelledError:

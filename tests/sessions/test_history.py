@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rl360.sessions.history import Append, Branch, Retry, Rollback, chained, digest, match, root
 from rl360.sessions.messages import Message, ToolCall
 from rl360.sessions.replies import Reply
-from rl360.sessions.requests import RequestError, Seen, parse_message, read
+from rl360.sessions.requests import RequestError, parse_message, read
+from rl360.sessions.seen import Seen, unread
 from rl360.sessions.turns import Tree, Turn, reply_message
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -91,7 +92,7 @@ def test_what_a_session_has_seen_never_changes_what_a_request_means(steps: list[
         raw = b",".join(written(m, rng) for m in conversation)
         tools = rng.choice((b"null", b'[{"type":"function","function":{"name":"f"}}]'))
         body = b'{"messages":[' + raw + b'],"tools":' + tools + b"}"
-        got, fresh = read(body, seen), read(body, Seen())
+        got, fresh = read(unread(body, seen), seen), read(unread(body, Seen()), Seen())
         assert (got.chain, got.roles, got.tools) == (fresh.chain, fresh.roles, fresh.tools)
         assert got.chain == chained(root(got.tools), [digest(m) for m in conversation])
 
@@ -112,7 +113,7 @@ def test_case22_always_a_body_is_read_or_refused(messages: list[Any], tools: Any
 
 def status(data: bytes) -> int:
     try:
-        return 200 if read(data, Seen()).roles else 500
+        return 200 if read(unread(data, Seen()), Seen()).roles else 500
     except RequestError as e:
         return e.status if e.message and e.code else 500
 
