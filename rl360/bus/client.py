@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
@@ -109,14 +110,23 @@ class Bus:
                 yield record
 
     async def messages(self, steps: Collection[int] | None = None) -> AsyncIterator[Message]:
-        """Messages up to the newest now, unread and in order: all, or those that `steps` need (`selection`)."""
-        chosen = [] if steps is None else selection.filters(self.run, selection.parts(steps))
-        async for message in self.matching(chosen):
+        """Messages up to the newest now, unread and in order: all, or those that `steps` need (`selection`).
+
+        Each part is asked for by itself: with one filter the server skips what lies between, with several it reads all of it.
+        """
+        last = await self.last_seq()
+        if steps is None:
+            async for message in self.matching((), end=last):
+                yield message
+            return
+        filters = selection.filters(self.run, selection.parts(steps))
+        parts = [[m async for m in self.matching([one], end=last)] for one in filters]
+        for message in heapq.merge(*parts, key=lambda m: m.seq):
             yield message
 
-    async def matching(self, patterns: Sequence[str], *, start: int = 1) -> AsyncIterator[Message]:
-        """Messages from `start` up to the newest now whose subject matches one of `patterns` (none: all), unread and in order."""
-        last = await self.last_seq()
+    async def matching(self, patterns: Sequence[str], *, start: int = 1, end: int | None = None) -> AsyncIterator[Message]:
+        """Messages from `start` to `end` (default: the newest now) whose subject matches one of `patterns` (none: all), in order."""
+        last = await self.last_seq() if end is None else end
         async with Reader(self.client, subjects.stream(self.run), patterns, start=start) as reader:
             while not reader.caught_up:
                 message = await reader.next_message(timeout=30.0)

@@ -28,8 +28,12 @@ async def test_all_of_a_run_or_what_a_step_needs_of_it(folder: Path) -> None:
     async with open_source(folder) as source:
         everything = await source.records()
         of_step_2 = await source.records({2})
+        of_two_steps = await source.records({0, 2})
     assert [r.seq for r in everything] == list(range(1, len(everything) + 1))
     kinds = (ev.StepTrained, ev.WeightsPushed)
+    assert [r.seq for r in of_two_steps] == [
+        r.seq for r in everything if r.event.step in (-1, 0, 2) or (r.event.step == 1 and isinstance(r.event, kinds))
+    ]
     assert of_step_2 == [r for r in everything if r.event.step in (-1, 2) or (r.event.step == 1 and isinstance(r.event, kinds))]
 
 
