@@ -20,7 +20,7 @@ from rl360.replay.reproduce import Difference, reproduce
 from rl360.replay.rules import RECORDED, ReplayRules, preset
 from rl360.trainer.group_filter import attempts_of
 
-COMPARED = ("legacy",)
+COMPARED = ("rl360", "legacy")
 """Presets that an explanation sets beside the recorded rules."""
 
 
