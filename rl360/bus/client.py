@@ -14,7 +14,7 @@ from rl360.bus import events as ev
 from rl360.bus import journal, selection, subjects, tracing
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import Message, Recorded, encode
-from rl360.bus.connection import BusAddress, BusError, connect
+from rl360.bus.connection import BusAddress, BusError, JetStreamError, api, connect, is_missing
 from rl360.bus.leases import Leases
 from rl360.bus.publisher import PubAck, Publisher
 from rl360.bus.reading import Reader
@@ -58,7 +58,12 @@ class Bus:
     # ------------------------------------------------------------------------------------------------ write
 
     async def submit(self, event: ev.Event) -> asyncio.Future[PubAck]:
-        """Send an event without waiting for its receipt; the returned future ends with it. The trace context is its attempt's."""
+        """Send an event without waiting for its receipt; the returned future ends with it. The trace context is its attempt's.
+
+        Raises ValueError for an event of another run: a worker on a copied step must not touch the original.
+        """
+        if event.run != self.run:
+            raise ValueError(f"{type(event).__name__} of run {event.run!r} can't be published to the journal of {self.run!r}")
         headers = {
             "Nats-Msg-Id": subjects.msg_id(event),
             "RL360-Schema": str(ev.SCHEMA_VERSION),
@@ -143,6 +148,22 @@ class Bus:
                 record = await reader.next(timeout=_POLL)
                 if record is not None:
                     yield record
+
+    async def holds(self, seq: int, time: float) -> bool:
+        """Whether the journal's event `seq` is the one that was recorded at `time` (unix seconds): not so after it was rewound."""
+        if await self.last_seq() < seq:
+            return False
+        async with self.reader(start=seq) as reader:
+            message = await reader.next_message(timeout=30.0)
+        return message is not None and (message.seq, message.time) == (seq, time)
+
+    async def forget_consumer(self, durable: str) -> None:
+        """Remove a durable consumer; the next worker that shares it starts with the journal's first event."""
+        try:
+            await api(self.client, f"CONSUMER.DELETE.{subjects.stream(self.run)}.{durable}")
+        except JetStreamError as e:
+            if not is_missing(e):
+                raise
 
     async def last_seq(self) -> int:
         """Sequence of the journal's newest event."""

@@ -442,6 +442,15 @@ class WorkerRestarted(Event, frozen=True, kw_only=True):
     resumed: int = 0
 
 
+class JournalRewound(Event, frozen=True, kw_only=True):
+    """The run goes on with a journal that lost its end: what follows from the rest is recorded again, attempts start a new life."""
+
+    lost: int  # newest sequence that the run is known to have recorded before
+    kept: int  # newest sequence that the journal still holds
+    checkpoints: tuple[str, ...] = ()  # set aside, since they were made from events that are lost
+    resumed: int = 0
+
+
 class WorkerGivenUp(Event, frozen=True, kw_only=True):
     """An engine's restarts are used up; the run goes on without it."""
 
@@ -507,6 +516,7 @@ AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a li
     LateOutcome,
     FaultInjected,
     WorkerGivenUp,
+    JournalRewound,
     BlobsPruned,
 ]
 
@@ -529,3 +539,13 @@ def session_id(attempt: str, life: int) -> str:
     't12-g003-a5.1'
     """
     return f"{attempt}.{life}"
+
+
+def life_of(session: str) -> int:
+    """Life number in a session's name; 0 when there is none.
+
+    >>> life_of("t12-g003-a5.2")
+    2
+    """
+    life = session.rpartition(".")[2]
+    return int(life) if life.isdecimal() else 0

@@ -126,6 +126,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "BlobsPruned": ("first", "last", "kept", "blobs", "checkpoints"),
     "FaultInjected": ("fault", "target"),
     "WorkerGivenUp": ("worker", "resumed"),
+    "JournalRewound": ("kept", "resumed"),
 }
 """Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""
 
