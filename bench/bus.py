@@ -24,7 +24,7 @@ from rl360.bus import nats_server, subjects
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.bus.codec import encode
-from rl360.launch.child import Child
+from rl360.child import Child
 from rl360.launch.rundir import free_ports
 
 RUN = "bench"

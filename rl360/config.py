@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,16 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}$")]
+
+
+# fmt: off
+SGLANG_OWN: Final = frozenset({
+    "--model", "--model-path", "--served-model-name", "--host", "--port", "--device", "--dtype", "--context-length", "--random-seed",
+    "--max-running-requests", "--tp", "--tp-size", "--tensor-parallel-size", "--ep", "--ep-size", "--expert-parallel-size",
+    "--dp-size", "--pp-size", "--base-gpu-id", "--mem-fraction-static", "--weight-version", "--enable-return-routed-experts",
+})
+# fmt: on
+"""Arguments of SGLang's server that RL360 sets, or under which it can't push weights."""
 
 
 class ConfigError(Exception):
@@ -130,16 +140,34 @@ class Runners(Section, frozen=True, kw_only=True):
     slots: Positive = 32  # attempts at once in one runner
 
 
+class SGLang(Section, frozen=True, kw_only=True):
+    """Servers of `engine.kind = "sglang"`, one an engine. Engine i takes the GPUs from `first_gpu` + i x `tp` on.
+
+    What the rest of a recipe decides (model, dtype, context, requests at once, expert rows) is not repeated here.
+    """
+
+    python: str = ""  # an interpreter that has SGLang; empty: the worker's own
+    host: str = "127.0.0.1"  # where gateway and trainer reach it
+    device: Literal["cuda", "cpu"] = "cuda"
+    first_gpu: NonNegative = 0
+    tp: Positive = 1
+    ep: Positive = 1  # of the tp ranks, blocks that share a layer's experts
+    mem_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.8  # of a GPU's memory, for weights and KV
+    args: tuple[str, ...] = ()  # more arguments of sglang.launch_server, as they stand
+    env: dict[str, str] = {}
+
+
 class Engine(Section, frozen=True, kw_only=True):
-    kind: Literal["tiny"] = "tiny"
+    kind: Literal["tiny", "sglang"] = "tiny"
     count: Positive = 1
-    slots: Positive = 64  # sessions whose KV is kept
+    slots: Positive = 64  # tiny: sessions whose KV is kept; sglang: requests that run at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     lease_seconds: Seconds = 5.0
     start_seconds: Seconds = 300.0  # from its start until it joins; then it is started again
     min_healthy: Positive = 1  # the run stops when fewer engines are left with restarts (supervise.max_restarts)
     request_timeout: Seconds = 60.0
     routed_experts: bool = False
+    sglang: SGLang = SGLang()
 
 
 class Gateway(Section, frozen=True, kw_only=True):
@@ -364,6 +392,14 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.microbatch_tokens", f"must hold one whole conversation (sampling.context = {c.sampling.context})")
     if c.tasks.source == "tiny_shell" and c.tasks.pool < c.tasks.groups_per_step:
         refuse("tasks.pool", f"must be at least tasks.groups_per_step ({c.tasks.groups_per_step})")
+    if c.engine.sglang != SGLang() and c.engine.kind != "sglang":
+        refuse("engine.sglang", 'has no effect unless engine.kind = "sglang"')
+    if c.engine.sglang.tp % c.engine.sglang.ep:
+        refuse("engine.sglang.ep", f"must divide engine.sglang.tp ({c.engine.sglang.tp})")
+    if taken := [a for a in c.engine.sglang.args if a.split("=")[0] in SGLANG_OWN]:
+        refuse("engine.sglang.args", f"{taken[0]} is set by RL360 from other keys of the recipe: leave it out")
+    if c.push.path == "shared_memory" and (c.engine.kind, c.engine.sglang.device) != ("sglang", "cuda"):
+        refuse("push.path", '"shared_memory" needs engine.kind = "sglang" on the trainer\'s own GPUs: use "broadcast"')
     if c.push.call_timeout > c.push.timeout:
         refuse("push.call_timeout", f"must not exceed push.timeout ({c.push.timeout:g})")
     if bool(c.agent.command) != (c.agent.harness == "openai_url"):

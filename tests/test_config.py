@@ -27,6 +27,11 @@ from rl360.config import Config, ConfigError, load, parse, to_toml_data
         ({"tasks": {"pool": 4}}, "tasks.pool"),
         ({"tasks": {"attempts_per_group": 1}}, "tasks.attempts_per_group"),
         ({"sampling": {"temperature": 0.0}}, "sampling.temperature"),
+        ({"engine": {"sglang": {"tp": 2}}}, "engine.sglang.*no effect"),
+        ({"engine": {"kind": "sglang", "sglang": {"tp": 4, "ep": 3}}}, "engine.sglang.ep"),
+        ({"engine": {"kind": "sglang", "sglang": {"args": ["--tp-size=2"]}}}, "--tp-size=2 is set by RL360"),
+        ({"engine": {"kind": "sglang", "sglang": {"gpus": 2}}}, "unknown key 'engine.sglang.gpus'"),
+        ({"push": {"path": "shared_memory"}}, "push.path"),
     ],
 )
 def test_bad_recipe_names_key_and_reason(data: dict, says: str) -> None:

@@ -11,9 +11,9 @@ from typing import Final
 
 from rl360.bus import events as ev
 from rl360.bus.client import Bus
+from rl360.child import Child
 from rl360.config import Config
 from rl360.launch import engine_faults, engine_watch
-from rl360.launch.child import Child
 from rl360.launch.engine_faults import EngineFaults
 from rl360.launch.engine_watch import EngineWatch, Process
 

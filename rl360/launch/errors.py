@@ -6,6 +6,7 @@ from rl360.agents.tasks import TaskError
 from rl360.bus.blobs import BlobError
 from rl360.bus.connection import BusError
 from rl360.config import ConfigError
+from rl360.engines.client import EngineError
 from rl360.extras import MissingExtra
 from rl360.journal.source import JournalError
 from rl360.launch.supervisor import RunFailed
@@ -13,4 +14,15 @@ from rl360.trainer.checkpoints import CheckpointError
 
 
 def input_errors() -> tuple[type[Exception], ...]:
-    return (ConfigError, MissingExtra, BusError, JournalError, BlobError, TaskError, CheckpointError, FileExistsError, RunFailed)
+    return (
+        ConfigError,
+        EngineError,
+        MissingExtra,
+        BusError,
+        JournalError,
+        BlobError,
+        TaskError,
+        CheckpointError,
+        FileExistsError,
+        RunFailed,
+    )

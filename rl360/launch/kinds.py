@@ -27,7 +27,7 @@ KINDS: Final[dict[str, Kind]] = {
     "scheduler": Kind(module="rl360.trainer.scheduler_worker", does="opens steps and admits attempts in waves"),
     "runner": Kind(module="rl360.agents.runner", does="runs agents in sandboxes and their verifiers", extra="agent"),
     "session": Kind(module="rl360.sessions.worker", does="serves the OpenAI API and owns the tokens"),
-    "engine": Kind(module="rl360.engines.tiny.worker", does="samples tokens", extra="tiny"),
+    "engine": Kind(module="rl360.engines.tiny.worker", does="samples tokens (tiny, or SGLang: engine.kind)", extra="tiny"),
     "membership": Kind(module="rl360.engines.membership_worker", does="watches engine leases, tells the gateway"),
     "merger": Kind(module="rl360.sessions.merge_worker", does="merges an attempt's turns into samples"),
     "filter": Kind(module="rl360.trainer.filter_worker", does="decides groups: baseline, advantages, fates"),
@@ -35,9 +35,12 @@ KINDS: Final[dict[str, Kind]] = {
 }
 
 
-def load(kind: str) -> Main:
+_SGLANG: Final = Kind(module="rl360.engines.sglang.worker", does="starts and drives one SGLang server", extra="gpu")
+
+
+def load(kind: str, config: Config) -> Main:
     """The `main` of a worker kind. Raises MissingExtra naming the extra to install."""
-    entry = KINDS[kind]
+    entry = _SGLANG if (kind, config.engine.kind) == ("engine", "sglang") else KINDS[kind]
     try:
         module = importlib.import_module(entry.module)
     except ModuleNotFoundError as e:

@@ -19,8 +19,8 @@ import msgspec
 
 from rl360.bus import nats_server
 from rl360.bus.connection import BusAddress, BusError
+from rl360.child import Child
 from rl360.config import ConfigError
-from rl360.launch.child import Child
 from rl360.launch.rundir import RunDir, free_ports
 
 _STOP: Final = 5.0  # seconds for a server to end

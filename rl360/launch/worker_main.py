@@ -25,8 +25,9 @@ def run_worker(kind: str, index: int, path: Path, journal: str = "") -> None:
     Raises MissingExtra, ConfigError or BusError when it can't start.
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    main = load(kind)
-    asyncio.run(_run(kind, index, RunDir(path), main, journal))
+    folder = RunDir(path)
+    main = load(kind, folder.config)
+    asyncio.run(_run(kind, index, folder, main, journal))
 
 
 async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) -> None:

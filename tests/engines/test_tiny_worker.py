@@ -17,6 +17,7 @@ from rl360.bus import events as ev
 from rl360.bus.client import Bus
 from rl360.bus.worker import Addresses, Secrets, WorkerContext
 from rl360.config import parse
+from rl360.engines.generation import EngineLease
 from rl360.engines.tiny import worker
 from rl360.engines.tiny.shape import ModelError
 from tests.engines.tiny_models import dense, prompt
@@ -76,7 +77,7 @@ async def test_a_generation_joins_serves_renews_and_gives_its_lease_up(bus: Bus,
         assert event.generation.startswith("engine3-")
         lease = await bus.leases.get(key)
         assert lease is not None
-        assert msgspec.json.decode(lease, type=worker.EngineLease).url == event.url
+        assert msgspec.json.decode(lease, type=EngineLease).url == event.url
         async with aiohttp.ClientSession() as http:
             async with http.post(f"{event.url}/generate", json=generate_body(prompt(5), 3)) as reply:
                 assert (await reply.json())["meta_info"]["generation"] == event.generation

@@ -58,6 +58,7 @@ def test_damaged_recipe_of_a_run_is_named(tmp_path: Path, capsys: pytest.Capture
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
 
+    from rl360.config import parse
     from rl360.extras import MissingExtra
     from rl360.launch.kinds import load
 
@@ -72,4 +73,4 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in __import__("sys").modules if m.startswith("rl360.engines.tiny")]:
         monkeypatch.delitem(__import__("sys").modules, module)
     with pytest.raises(MissingExtra, match=r"rl360\[tiny\]"):
-        load("engine")
+        load("engine", parse({}))
