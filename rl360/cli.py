@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     replay = sub.add_parser("replay", help="decide a step again, under the recorded rules or others")
     replay.add_argument("dir", type=Path)
-    replay.add_argument("--step", type=int, required=True)
+    replay.add_argument("--step", type=int, help="default: every trained step, a line each")
     replay.add_argument("--with", dest="with_", default="", metavar="RULES", help="a TOML file of rules, or legacy, miles, slime, rl360")
     replay.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one rule")
     replay.add_argument("--gradient", action="store_true", help="measure the real gradient, from the step's checkpoint")
@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--into", metavar="NAME", help="copy the step into a journal of its own, for live workers")
     replay.add_argument("--before", default="", choices=("", "merger", "filter", "trainer", "scheduler"), help="leave out what they say")
     replay.add_argument("--journal", default="", metavar="NAME", help="of a copy that --into made")
+    replay.add_argument("--picture", type=Path, metavar="FILE", help="draw what both sets of rules log, over all steps (.svg or .png)")
     replay.set_defaults(command=_replay)
 
     _journal_parser(sub.add_parser("journal", help="look into a run's journal, carry it in one file, keep it within bounds"))
@@ -195,6 +196,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if args.step is None:
+        return _replay_all(args)
     from rl360.launch.decide_again import copy_into, replay_step
 
     if args.into:
@@ -246,6 +249,15 @@ def _journal_pin(args: argparse.Namespace) -> int:
     from rl360.launch.keeping import pin
 
     return pin(args.dir, args.step, on=args.on)
+
+
+def _replay_all(args: argparse.Namespace) -> int:
+    from rl360.config import ConfigError
+    from rl360.launch.every_step import replay_steps
+
+    if args.into or args.gradient or args.journal:
+        raise ConfigError("--into, --gradient and --journal are about one step: name it with --step")
+    return replay_steps(args.dir, with_=args.with_, overrides=tuple(args.overrides), as_json=args.json, picture=args.picture)
 
 
 def _trace(args: argparse.Namespace) -> int:
