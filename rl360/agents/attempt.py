@@ -56,7 +56,7 @@ class Shop:
     node: str
     image: str
     config: Agent
-    up: float  # unix seconds
+    up: float  # when the run was last started, unix seconds
     sessions: Sessions
     find_task: Callable[[str, str], tuple[Task, Staged]]
     sandbox_of: Callable[[RolloutAdmitted, str, Task, Staged, float], Sandbox]

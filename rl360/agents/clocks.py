@@ -38,7 +38,7 @@ class PhaseClock:
 
         The first life has waited since `admitted`. A later life stands in for a runner that died: its queue starts
         when it is taken, since the attempt didn't wait in the queue while the dead runner held it. No clock ran before
-        this runner was `up`: after a resume, the run's time of rest is nobody's queue.
+        the run was `up`: after a resume, its time of rest is nobody's queue.
         """
         waiting = max(admitted, up)
         return cls(budgets=budgets, outer=waiting + budgets.outer, phase=Phase.QUEUE, started=waiting if life == 1 else now)

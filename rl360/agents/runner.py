@@ -19,6 +19,7 @@ from typing import Final
 from rl360.agents import faults
 from rl360.agents.attempt import Attempt, Outcome, Shop
 from rl360.agents.harness.base import Assignment, Harness
+from rl360.agents.lives import Lives
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import Sandbox
 from rl360.agents.sandbox.faulty import FaultySandbox
@@ -29,7 +30,7 @@ from rl360.agents.staging import Stage, Staged
 from rl360.agents.tasks import Task, TaskError, TaskIndex
 from rl360.bus.client import Delivery
 from rl360.bus.connection import BusError
-from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, Purpose, RolloutAdmitted, VerifierResult, session_id
+from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, Purpose, RolloutAdmitted, session_id
 from rl360.bus.publisher import PubAck
 from rl360.bus.worker import WorkerContext
 from rl360.config import Agent
@@ -54,7 +55,8 @@ async def main(ctx: WorkerContext) -> None:
     try:
         maker = await asyncio.to_thread(SandboxMaker, ctx.config.sandbox, lease, ctx.bus.run)
         async with Sessions(ctx.addresses.sessions, ctx.secrets.admin) as sessions:
-            await Runner(ctx, _shop(ctx, lease, maker, sessions, pool)).run()
+            lives = await Lives.read(ctx.bus)
+            await Runner(ctx, _shop(ctx, lease, maker, sessions, pool, lives.started), lives).run()
         await asyncio.to_thread(maker.close)
     finally:
         sweeping.cancel()
@@ -81,8 +83,8 @@ async def _sweep_again(ctx: WorkerContext, root: Path) -> None:
 class Runner:
     """Takes deliveries, as many at once as there are slots."""
 
-    def __init__(self, ctx: WorkerContext, shop: Shop) -> None:
-        self._ctx, self._shop = ctx, shop
+    def __init__(self, ctx: WorkerContext, shop: Shop, lives: Lives) -> None:
+        self._ctx, self._shop, self._lives = ctx, shop, lives
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -119,7 +121,7 @@ class Runner:
         assert isinstance(admitted, RolloutAdmitted)
         beats = asyncio.create_task(_beat(delivery))
         try:
-            outcome = await self._outcome(admitted, delivery.recorded.deliveries)
+            outcome = await self._outcome(admitted, delivery)
             if outcome is not None:
                 await self._ctx.bus.publish(outcome)
             await delivery.ack()
@@ -132,20 +134,15 @@ class Runner:
         finally:
             beats.cancel()
 
-    async def _outcome(self, admitted: RolloutAdmitted, life: int) -> Outcome | None:
-        """The outcome of this life; None when the journal has one already."""
-        if life > 1 and await self._has_outcome(admitted):
+    async def _outcome(self, admitted: RolloutAdmitted, delivery: Delivery) -> Outcome | None:
+        """The outcome of this life; None when the journal has one already. A life's session is never one of an earlier life."""
+        past = await self._lives.past(delivery)
+        if past.over:
             return None
-        if life > self._ctx.config.agent.max_lives:
+        life = max(delivery.recorded.deliveries, past.lives + 1)
+        if delivery.recorded.deliveries > self._ctx.config.agent.max_lives:
             return self._exhausted(admitted, life)
         return await Attempt(self._shop, admitted, life).run()
-
-    async def _has_outcome(self, admitted: RolloutAdmitted) -> bool:
-        outcomes = self._ctx.bus.replay(types=[VerifierResult, InfraFailed], step=admitted.step, group=admitted.group)
-        async for record in outcomes:
-            if isinstance(record.event, VerifierResult | InfraFailed) and record.event.attempt == admitted.attempt:
-                return True
-        return False
 
     def _exhausted(self, admitted: RolloutAdmitted, life: int) -> InfraFailed:
         """A poison attempt: its runner died (or gave it back) each time (CASES 12)."""
@@ -223,7 +220,7 @@ def _wait_published(ctx: WorkerContext, loop: asyncio.AbstractEventLoop, event: 
     asyncio.run_coroutine_threadsafe(ctx.bus.publish(event), loop).result()
 
 
-def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessions, pool: ThreadPoolExecutor) -> Shop:
+def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessions, pool: ThreadPoolExecutor, run_started: float) -> Shop:
     scratch = lease.folder / "runner"
     scratch.mkdir()
     numbers = itertools.count()
@@ -246,7 +243,7 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
         node=f"{socket.gethostname()}/{ctx.name}",
         image=ctx.config.sandbox.kind,
         config=ctx.config.agent,
-        up=time.time(),
+        up=run_started,
         sessions=sessions,
         find_task=task_finder(TaskIndex(ctx.dir / "tasks"), Stage(scratch / "tasks")),
         sandbox_of=sandbox_of,

@@ -51,6 +51,10 @@ class JetStreamError(BusError):
         return self.code == 503
 
 
+class JournalRewound(BusError):
+    """The journal lacks an event that it held: its server came back over an older copy of its store."""
+
+
 async def connect(
     address: BusAddress,
     *,

@@ -1,7 +1,8 @@
 """Reading a journal in order: replay up to a point, or follow it live. Every gap is noticed.
 
 A consumer numbers what it delivers; when a number is missing, or the consumer was lost with its server, a new consumer
-continues behind the last event that was handed out. So a reader sees each matching event once, in order.
+continues from the last event that was handed out: it must find that event as it was, or the journal was rewound. So a
+reader sees each matching event once, in order, or fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rl360.bus.codec import EventError, Message, Recorded, record
-from rl360.bus.connection import BusError, api
+from rl360.bus.connection import BusError, JournalRewound, api
 from rl360.bus.pull import ConsumerGone, Pull
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Reader:
         self._client, self._stream, self._subjects = client, stream, list(subjects)
         self._after = start - 1  # everything up to here was handed out
         self._start_time = start_time
+        self._last: Position | None = None  # of what was handed out last
+        self._returning = False  # the consumer is new and starts with that message
         self._pull: Pull | None = None
         self._consumer = ""
         self._cseq = 0
@@ -109,15 +112,29 @@ class Reader:
             if msg is None:
                 return None
             at = position(msg.reply)
+            if self._returning:
+                self._return_to(at)
+                continue
             if at.stream_seq <= self._after:
                 continue  # delivered again
             if at.consumer_seq != self._cseq + 1:
                 log.warning("gap in %s before message %d: reading again from %d", self._stream, at.stream_seq, self._after + 1)
                 await self._recreate()
                 continue
-            self._cseq, self._after = at.consumer_seq, at.stream_seq
+            self._cseq, self._after, self._last = at.consumer_seq, at.stream_seq, at
             self.caught_up = at.pending == 0
             return message(msg, at)
+
+    def _return_to(self, at: Position) -> None:
+        """The first message of a new consumer must be the last one that was handed out. Raises JournalRewound."""
+        last = self._last
+        assert last is not None
+        if (at.stream_seq, at.nanos) != (last.stream_seq, last.nanos):
+            raise self._rewound(last)
+        self._returning, self._cseq, self.caught_up = False, at.consumer_seq, at.pending == 0
+
+    def _rewound(self, last: Position) -> JournalRewound:
+        return JournalRewound(f"{self._stream} does not hold event {last.stream_seq} any more: its server lost the end of the journal")
 
     def _skip(self, e: EventError) -> None:
         if e.unknown_type:
@@ -153,7 +170,7 @@ class Reader:
             "inactive_threshold": int(_INACTIVE * 1e9),
             "replay_policy": "instant",
             "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._after + 1,
+            "opt_start_seq": self._last.stream_seq if self._last else self._after + 1,
         }
         if self._start_time is not None and self._after <= 0:
             del config["opt_start_seq"]
@@ -166,6 +183,9 @@ class Reader:
             f"CONSUMER.CREATE.{self._stream}.{self._consumer}",
             {"stream_name": self._stream, "config": config, "action": "create"},
         )
+        self._returning = self._last is not None
+        if self._last is not None and info["num_pending"] == 0:
+            raise self._rewound(self._last)
         self.caught_up = info["num_pending"] == 0
         self._pull = Pull(self._client, self._stream, self._consumer)
         await self._pull.__aenter__()

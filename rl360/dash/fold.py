@@ -91,6 +91,7 @@ class RunView:
     engines: dict[str, str] = field(default_factory=dict[str, str])
     version: int = -1
     restarts: Counter[str] = field(default_factory=Counter[str])
+    rewound: list[ev.JournalRewound] = field(default_factory=list[ev.JournalRewound])
     late: int = 0
     last: float = 0.0
 
@@ -117,6 +118,8 @@ class RunView:
                 self.engines[event.generation] = type(event).__name__.removeprefix("Engine").lower()
             case ev.WorkerRestarted():
                 self.restarts[event.worker] += 1
+            case ev.JournalRewound():
+                self.rewound.append(event)
             case ev.LateOutcome():
                 self.late += 1
             case _:

@@ -70,16 +70,22 @@ def _lay_down(config: Config, root: Path) -> None:
 
         generate_pool(config.tasks, root)
         return
-    _copy(Path(config.tasks.source), root / "train", "tasks.source")
+    copy(Path(config.tasks.source), root / "train", "tasks.source")
     if config.tasks.eval_source:
-        _copy(Path(config.tasks.eval_source), root / "eval", "tasks.eval_source")
+        copy(Path(config.tasks.eval_source), root / "eval", "tasks.eval_source")
 
 
-def _copy(source: Path, out: Path, key: str) -> None:
+def copy(source: Path, out: Path, key: str) -> None:
+    """Whole or not at all: a copy that was cut off is made again, one that is there is what a resumed run goes on with."""
+    if out.exists():
+        return
     if not source.is_dir():
         raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
-    if not out.exists():
-        shutil.copytree(source, out, symlinks=True)
+    aside = out.with_name(f"{out.name}.tmp")
+    if aside.exists():
+        shutil.rmtree(aside)
+    shutil.copytree(source, aside, symlinks=True)
+    aside.rename(out)
 
 
 def _lint(chosen: Sequence[Task], say: Callable[[str], None]) -> None:

@@ -112,6 +112,7 @@ class _Run:
         telemetry = Telemetry(exporter(endpoint)) if endpoint else None
         async for record in supervisor.bus.follow(stop=asyncio.Event()):
             self._view.on(record)
+            supervisor.seen(record)
             if telemetry:
                 telemetry.on(record)
             if isinstance(record.event, ev.RunFinished) and record.event.why == "steps":

@@ -40,6 +40,13 @@ class RunDir:
             raise ConfigError(f"{self.path} holds a run already: continue it with --resume {self.path}, or choose another --dir")
         for name in FOLDERS:
             (self.path / name).mkdir(parents=True, exist_ok=True)
+        users = (nats_server.ADMIN, *nats_server.PUBLISHES)
+        keys = Secrets(admin=secrets.token_urlsafe(32), nats={u: secrets.token_urlsafe(16) for u in users})
+        _write(self.path / "secrets.json", keys, 0o600)
+        self._choose_addresses(config)
+        _write(self.path / "recipe.json", config, 0o644)  # last: a folder with it is whole
+
+    def _choose_addresses(self, config: Config) -> None:
         ports = free_ports(4 + config.sessions.count)
         addresses = Addresses(
             nats=f"nats://127.0.0.1:{ports[0]}",
@@ -48,11 +55,16 @@ class RunDir:
             gateway_metrics_port=ports[3],
             sessions=tuple(f"http://127.0.0.1:{p}" for p in ports[4:]),
         )
-        users = (nats_server.ADMIN, *nats_server.PUBLISHES)
-        keys = Secrets(admin=secrets.token_urlsafe(32), nats={u: secrets.token_urlsafe(16) for u in users})
-        _write(self.path / "secrets.json", keys, 0o600)
         _write(self.path / "addresses.json", addresses, 0o644)
-        _write(self.path / "recipe.json", config, 0o644)  # last: a folder with it is whole
+
+    def renew_addresses(self) -> bool:
+        """Choose new addresses when somebody else listens on one of the run's. Only for who runs the run: nothing of it may be up."""
+        known = self.addresses
+        ports = [known.nats_monitor_port, known.gateway_metrics_port, *map(port_of, (known.nats, known.gateway, *known.sessions))]
+        taken = not all(map(_is_free, ports))
+        if taken:
+            self._choose_addresses(self.config)
+        return taken
 
     @property
     def config(self) -> Config:
@@ -80,6 +92,20 @@ def free_ports(count: int) -> list[int]:
     finally:
         for s in held:
             s.close()
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers is nobody
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def new_path(root: Path, name: str) -> Path:

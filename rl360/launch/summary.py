@@ -38,6 +38,7 @@ def lines(view: RunView, path: Path) -> list[str]:
         hit = sum(s.metrics.cached_tokens for s in steps) / prompt
         best = sum(s.metrics.best_cached for s in steps) / prompt
         out.append(f"prefix cache       {hit:.1%} of prompt tokens, best possible {best:.1%}")
+    out += [f"journal lost its end  from {r.lost} to {r.kept} {' '.join(r.checkpoints)}".rstrip() for r in view.rewound]
     if view.restarts:
         out.append("restarts           " + ", ".join(f"{w} {n}" for w, n in view.restarts.items()))
     out += [

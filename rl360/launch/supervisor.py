@@ -14,20 +14,26 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Final
 
+import msgspec
+
 from rl360 import __version__
 from rl360.agents.sandbox.leases import sweep
 from rl360.bus import events as ev
 from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore, digest_of
 from rl360.bus.client import Bus, BusAddress
+from rl360.bus.codec import Recorded
 from rl360.bus.connection import BusError
 from rl360.config import Config, to_toml_data
 from rl360.engines import gateway
+from rl360.launch import resume
 from rl360.launch.child import Child
 from rl360.launch.engine_care import ENGINE, EngineCare
+from rl360.launch.high_water import HighWater, Mark
 from rl360.launch.kinds import workers_of
-from rl360.launch.rundir import RunDir
+from rl360.launch.rundir import RunDir, port_of
 from rl360.launch.stored import StoreLock, take
+from rl360.trainer import checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +54,13 @@ class Supervisor:
         self.folder, self.say = folder, say
         self.config: Config = folder.config
         self._addresses, self._secrets = folder.addresses, folder.secrets
+        self._seen = HighWater(folder.path / "nats" / "seen.json")
         self._children: dict[str, Child] = {}
         self._store = StoreLock(folder)
         self._watchers: list[asyncio.Task[None]] = []
         self._given_up: set[str] = set()  # engines that are not started again
-        self._stopping = False
+        self._stopping = False  # no child is started again
+        self._ended = False
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.resumed = 0
         self._stack = AsyncExitStack()
@@ -65,7 +73,7 @@ class Supervisor:
             await self._start_nats()
             self.bus = await self._stack.enter_async_context(self._connect())
             await self.bus.create_streams()
-            self.resumed = await self._announce()
+            await self._open_journal()
             await self._start_gateway()
             for kind, index in workers_of(self.config):
                 await self._start(f"{kind}{index}", self._worker_command(kind, index))
@@ -78,15 +86,19 @@ class Supervisor:
     async def __aexit__(self, *exc: object) -> None:
         await self.stop()
 
+    def seen(self, recorded: Recorded) -> None:
+        """Whoever follows the journal tells what it saw, for the high-water mark."""
+        self._seen.note(Mark(recorded.seq, recorded.time))
+
     async def failed(self) -> str:
         """Wait until the run can't go on; returns why."""
         return await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
         """Drain: no new attempts, then runners, then the rest, each within its bound; nats-server last."""
-        if self._stopping:
+        if self._ended:
             return
-        self._stopping = True
+        self._stopping = self._ended = True
         seconds = self.config.supervise.drain_seconds
         await self._end(lambda n: n.startswith("scheduler"), seconds)
         await self._end(lambda n: n.startswith("runner"), seconds)
@@ -102,7 +114,7 @@ class Supervisor:
 
     async def kill(self) -> None:
         """End every recorded child at once."""
-        self._stopping = True
+        self._stopping = self._ended = True
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*(c.kill() for c in self._children.values()))
@@ -123,11 +135,14 @@ class Supervisor:
 
     async def _start_nats(self) -> None:
         await take(self._store, self.folder.path)
+        if self.folder.renew_addresses():
+            self.say("somebody else listens on one of the run's ports: it has new ones")
+            self._addresses = self.folder.addresses
         config = self.folder.path / "nats" / "server.conf"
         text = nats_server.config_text(
             run=self.config.run.name,
             store=self.folder.path / "nats" / "store",
-            port=_port(self._addresses.nats),
+            port=port_of(self._addresses.nats),
             monitor_port=self._addresses.nats_monitor_port,
             passwords=self._secrets.nats,
         )
@@ -139,7 +154,7 @@ class Supervisor:
     async def _start_gateway(self) -> None:
         url = self._addresses.gateway
         command = gateway.command(
-            "127.0.0.1", _port(url), self._addresses.gateway_metrics_port, request_timeout=self.config.engine.request_timeout
+            "127.0.0.1", port_of(url), self._addresses.gateway_metrics_port, request_timeout=self.config.engine.request_timeout
         )
         await self._start(GATEWAY, command)
 
@@ -149,6 +164,18 @@ class Supervisor:
 
     def _connect(self) -> Bus:
         return Bus.connect(self._address, self.config.run.name, self.blobs, name="supervisor")
+
+    async def _open_journal(self) -> None:
+        """See whether the journal is whole, and record the start."""
+        mark = self._seen.read()
+        rewound = await resume.look(self.bus, mark, self.folder.path / checkpoints.FOLDER)
+        self.resumed = await self._announce()
+        if rewound is not None:
+            self.say(resume.told(rewound))
+            await self.bus.publish(msgspec.structs.replace(rewound, resumed=self.resumed))
+        elif mark is not None:
+            self._seen.note(mark)
+        self._watchers.append(asyncio.create_task(self._seen.keep(), name="high-water mark"))
 
     async def _announce(self) -> int:
         """Publish RunStarted; returns how many times the run was started before."""
@@ -190,10 +217,29 @@ class Supervisor:
                 return
             self.say(f"{child.name} ended ({_how(status)}): restart {child.restarts} of {self.config.supervise.max_restarts}")
             await child.kill()  # what is left of its group
+            if child.name == NATS and not await self._journal_is_whole():
+                await self._stop_for_lost_events(child)
+                return
             await asyncio.sleep(_BACKOFF[min(child.restarts, len(_BACKOFF)) - 1])
             await child.start()
             self._record()
             await self._report(child, status)
+
+    async def _journal_is_whole(self) -> bool:
+        """While the server is down, and before a worker can reach it again."""
+        mark = self._seen.newest
+        return mark is None or await resume.store_holds(self.folder, mark)
+
+    async def _stop_for_lost_events(self, nats: Child) -> None:
+        """No worker may go on: each knows events that the journal lost. The bus comes back for the last word."""
+        self._stopping = True
+        await self._kill_workers()
+        await nats.start()
+        self._record()
+        self._fail(
+            "the journal lost its end while nats-server was down (was its store replaced, or its disk?). "
+            f"Every worker was ended; go on with what it holds: rl360 run --resume {self.folder.path}"
+        )
 
     async def _give_up(self, child: Child, status: int) -> None:
         """A worker's restarts are used up. Without an engine the run goes on while `engine.min_healthy` are left (CASES 32)."""
@@ -213,7 +259,7 @@ class Supervisor:
         try:
             await EngineCare(self.bus, self.config, self._children, self.say).run()
         except BusError as e:
-            self._fail(f"the engines can't be watched: {e}")
+            self._fail(str(e))
 
     async def _report(self, child: Child, status: int) -> None:
         event = ev.WorkerRestarted(
@@ -238,6 +284,9 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------ end
 
+    async def _kill_workers(self) -> None:
+        await asyncio.gather(*(c.kill() for c in self._children.values() if c.name != NATS))
+
     async def _end(self, which: Callable[[str], bool], seconds: float) -> None:
         chosen = [c for c in self._children.values() if which(c.name) and c.pid]
         await asyncio.gather(*(c.stop(seconds) for c in chosen))
@@ -255,7 +304,3 @@ class Supervisor:
 
 def _how(status: int) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def _port(url: str) -> int:
-    return int(url.rsplit(":", 1)[1])

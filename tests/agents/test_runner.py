@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl360.agents import runner
@@ -31,6 +32,8 @@ from rl360.bus.events import (
     Purpose,
     RolloutAdmitted,
     RolloutPhase,
+    RunStarted,
+    SessionOpened,
     VerifierResult,
     attempt_id,
     session_id,
@@ -368,3 +371,48 @@ async def test_cases_39_and_40_kill_9_of_a_runner_loses_no_attempt_and_leaves_no
     assert {a: o.session for a, o in outcomes.items()} == {a: session_id(a, 2) for a in attempts}
     assert all(isinstance(o, VerifierResult) for o in outcomes.values())
     assert stage.nothing_left()
+
+
+# ------------------------------------------------------------------------------------------------ after a crash
+
+
+async def test_s16_a_consumer_that_forgot_all_repeats_no_attempt_and_no_session(stage: Stage) -> None:
+    """The shared consumer of a resumed run is new: it shares out what is over, and what had lives, as if for the first time."""
+    over, begun, fresh = await stage.admit(), await stage.admit(), stage.admitted()
+    async with stage.running(agent={"script": [SOLVE]}):
+        await stage.outcomes(2)
+    await stage.bus.forget_consumer(runner.DURABLE)
+    stage.session.opened.clear()
+    lived = stage.admitted()
+    opened = SessionOpened(
+        run=stage.bus.run, step=3, attempt=lived.attempt, group=1, session=session_id(lived.attempt, 2), template="t", sampling={}
+    )
+    for event in (lived, opened):
+        await stage.bus.publish(event)
+    async with stage.running():
+        await stage.bus.publish(fresh)
+        outcomes = await stage.outcomes(4)
+    assert {o.session for o in outcomes.values()} == {
+        session_id(over, 1),
+        session_id(begun, 1),
+        session_id(lived.attempt, 3),
+        session_id(fresh.attempt, 1),
+    }
+    assert len(stage.session.opened) == 2
+
+
+async def test_s15_no_queue_clock_runs_while_the_run_is_down(stage: Stage) -> None:
+    admitted = msgspec.structs.replace(stage.admitted(queue=20.0), admitted=time.time() - 3600)
+    await stage.bus.publish(admitted)
+    await stage.bus.publish(RunStarted(run=stage.bus.run, config={}, config_digest="", code_version="", seed=0, resumed=1))
+    async with stage.running():
+        outcome = await stage.verified()
+    assert outcome.reward == 1.0
+
+
+async def test_s15_a_runner_that_starts_again_does_not_stop_the_queues_clock(stage: Stage) -> None:
+    await stage.bus.publish(RunStarted(run=stage.bus.run, config={}, config_digest="", code_version="", seed=0))
+    await stage.bus.publish(stage.admitted(queue=0.001))
+    async with stage.running():
+        failed = await stage.failed()
+    assert (failed.boundary, failed.cause) == (Boundary.QUEUE, Cause.TIMEOUT)

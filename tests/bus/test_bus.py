@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from rl360.bus import events as ev
 from rl360.bus import subjects
 from rl360.bus.blobs import BlobStore
-from rl360.bus.client import Bus
-from rl360.bus.connection import BusError, JetStreamError
+from rl360.bus.client import Bus, Reader
+from rl360.bus.connection import BusError, JetStreamError, JournalRewound
 from rl360.bus.journal import dead_letters
 
 
@@ -30,6 +31,13 @@ def joined(run: str, name: str) -> ev.EngineJoined:
 async def own_bus(own_nats, tmp_path: Path, user: str = "admin", run: str = "test") -> AsyncIterator[Bus]:
     async with Bus.connect(own_nats.address(user), run, BlobStore(tmp_path / "blobs")) as bus:
         yield bus
+
+
+async def _forever(reader: Reader) -> AsyncIterator[None]:
+    """Read on, whatever comes."""
+    while True:
+        await reader.next(1)
+    yield
 
 
 async def test_same_event_published_twice_is_stored_once(bus: Bus) -> None:
@@ -95,6 +103,46 @@ async def test_killed_server_loses_and_repeats_nothing(own_nats, tmp_path: Path)
             await asyncio.gather(*receipts)
         await asyncio.wait_for(reader, 30)
         assert seen == list(range(600))
+
+
+@pytest.mark.parametrize("more", [0, 40], ids=["and stays short", "and grows past what was read"])
+async def test_a_reader_notices_that_the_journal_was_rewound(own_nats, tmp_path: Path, more: int) -> None:
+    store, copy = tmp_path / "store", tmp_path / "older"
+    async with own_bus(own_nats, tmp_path) as bus:
+        await bus.create_streams()
+        for step in range(10):
+            await bus.publish(closed(bus.run, step))
+        own_nats.kill()
+        shutil.copytree(store, copy)
+        await asyncio.to_thread(own_nats.start)
+        async with bus.reader(types=[ev.StepClosed]) as reader:
+            for step in range(10, 20):
+                await bus.publish(closed(bus.run, step))
+            read = [await reader.next(5) for _ in range(20)]
+            last = read[-1]
+            assert last and last.event.step == 19 and await bus.holds(last.seq, last.time)
+            own_nats.kill()
+            shutil.rmtree(store)
+            shutil.copytree(copy, store)
+            await asyncio.to_thread(own_nats.start)
+            for step in range(30, 30 + more):
+                await bus.publish(closed(bus.run, step))
+            with pytest.raises(JournalRewound, match="does not hold event 20 any more"):
+                await asyncio.wait_for(anext(_forever(reader)), 30)
+        assert not await bus.holds(last.seq, last.time)
+        assert read[5] and await bus.holds(read[5].seq, read[5].time)
+
+
+async def test_a_consumer_that_was_forgotten_shares_out_everything_again(bus: Bus) -> None:
+    await bus.forget_consumer("w")
+    await bus.publish(closed(bus.run, 0))
+    for _ in range(2):
+        async with bus.consume("w", [ev.StepClosed], ack_wait=30.0, max_deliver=2, max_in_flight=8) as work:
+            job = await work.next(5)
+            assert job and job.recorded.deliveries == 1
+            await job.ack()
+            assert await work.next(0.3) is None
+        await bus.forget_consumer("w")
 
 
 async def test_shared_work_is_redelivered_and_dead_lettered(bus: Bus) -> None:

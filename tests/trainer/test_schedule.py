@@ -15,7 +15,7 @@ from rl360.bus.codec import Recorded
 from rl360.config import BudgetSection, Waves
 from rl360.trainer.draw import TaskRef, draw
 from rl360.trainer.progress import LAG, Progress, PushGate
-from rl360.trainer.rollouts import Rollouts, budgets, life_of
+from rl360.trainer.rollouts import Rollouts, budgets
 from rl360.trainer.schedule import EVAL_GROUPS, Scheduler, TaskPool
 from rl360.trainer.waves import wave_size
 from tests.trainer.world import RUN, World, coin, config_of, failed, pool_of, verified
@@ -298,7 +298,7 @@ def test_s15_no_clock_runs_while_the_whole_run_is_down():
 
 
 def test_the_life_of_a_session():
-    assert (life_of("t0-g000-a0.3"), life_of("t0-g000-a0.0"), life_of("odd")) == (3, 0, 0)
+    assert (ev.life_of("t0-g000-a0.3"), ev.life_of("t0-g000-a0.0"), ev.life_of("odd")) == (3, 0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- tasks
