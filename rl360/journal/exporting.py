@@ -6,7 +6,7 @@ import io
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Final
 
@@ -26,8 +26,8 @@ from rl360.journal.source import JournalError, Source
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)  # of every member: the same journal gives the same file
 
 
-async def write(source: Source, file: Path, *, recipe: bytes, steps: Collection[int] | None, checkpoints: Iterable[Path]) -> Manifest:
-    """Write what `steps` need (None: all), and whole checkpoint folders. The file is there when it is complete.
+async def write(source: Source, file: Path, *, recipe: bytes, steps: Collection[int] | None, folders: Mapping[str, Path]) -> Manifest:
+    """Write what `steps` need (None: all), and whole folders under the names that they have in a run's. It is there when it is complete.
 
     Raises FileExistsError, BlobError when a blob is gone that was not pruned, JournalError when a step is not in the journal.
     """
@@ -36,7 +36,7 @@ async def write(source: Source, file: Path, *, recipe: bytes, steps: Collection[
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with zipfile.ZipFile(aside, "x", zipfile.ZIP_DEFLATED) as archive:
-            manifest = await _Writer(archive).all(source, recipe, steps, checkpoints)
+            manifest = await _Writer(archive).all(source, recipe, steps, folders)
         os.link(aside, file)  # unlike a rename, it never replaces
     finally:
         aside.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ class _Writer:
         self._pruned = Pruned()
         self._config_digest, self._last, self._messages = "", 0, 0
 
-    async def all(self, source: Source, recipe: bytes, steps: Collection[int] | None, checkpoints: Iterable[Path]) -> Manifest:
+    async def all(self, source: Source, recipe: bytes, steps: Collection[int] | None, folders: Mapping[str, Path]) -> Manifest:
         self._put(RECIPE, recipe)
         letters = {letter.stream_seq: letter for letter in await source.dead_letters()}
         held: list[DeadLetter] = []
@@ -67,8 +67,8 @@ class _Writer:
         if missing := set(steps or ()) - self._opened:
             raise JournalError(f"run {source.run} has no step {', '.join(map(str, sorted(missing)))}: `rl360 journal ls` shows its steps")
         gone = sum(not self._blob(source.blobs, digest) for digest in sorted(self._needed))
-        for folder in checkpoints:
-            self._folder(folder)
+        for name, folder in folders.items():
+            self._folder(name, folder)
         cut = source.steps if steps is None else frozenset(steps)
         manifest = Manifest(
             run=source.run,
@@ -110,11 +110,10 @@ class _Writer:
         self._put(f"blobs/{digest[:2]}/{digest}", data)
         return True
 
-    def _folder(self, folder: Path) -> None:
+    def _folder(self, name: str, folder: Path) -> None:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            name = f"checkpoints/{folder.name}/{path.relative_to(folder)}"
             with path.open("rb") as source:
-                self._stream(name, source)
+                self._stream(f"{name}/{path.relative_to(folder)}", source)
 
     def _put(self, name: str, data: bytes) -> None:
         self._stream(name, io.BytesIO(data))

@@ -6,7 +6,8 @@ An archive is a zip file, or the folder that it was unpacked to, with these memb
     journal/events/NAME.msgpack  messages of one step (or of none) in order, as arrays [seq, nanos, subject, id, schema, traceparent, body]
     recipe.json                  the whole config
     blobs/AB/DIGEST              what those events name
-    checkpoints/step-NNNNNN/…    when they were asked for
+    checkpoints/step-NNNNNN/…    when they were asked for, and with them
+    policy/…                     the starting policy, when the run made it
 
 Bodies are the bytes that the journal holds. Keys and passwords are in none of them.
 """
@@ -28,9 +29,11 @@ FORMAT: Final = 1
 _CHUNK: Final = 1 << 20
 MANIFEST: Final = "journal/manifest.json"
 RECIPE: Final = "recipe.json"
+POLICY: Final = "policy"
+"""Folder of a run, or of an archive: the starting policy, when the run made it (`policy.experts`)."""
 _NAME = re.compile(
     r"recipe\.json|journal/events/(run|step-\d{6,})-\d{4}\.msgpack|blobs/[0-9a-f]{2}/[0-9a-f]{64}"
-    r"|checkpoints/step-\d{6}/(?!.*(^|/)\.\.?(/|$))[\w./-]+"
+    r"|(checkpoints/step-\d{6}|policy)/(?!.*(^|/)\.\.?(/|$))[\w./-]+"
 )
 
 

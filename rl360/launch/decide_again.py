@@ -48,6 +48,8 @@ def explain_step(path: Path, step: int, *, journal: str, as_json: bool, page: Pa
 def replay_step(path: Path, step: int, *, journal: str, with_: str, overrides: Sequence[str], gradient: bool, as_json: bool) -> int:
     """Decide a step again: first as recorded, then under other rules when some are given. 1: a recorded decision comes out differently."""
     known = facts(path, step, journal)
+    if gradient and known.pruned:
+        raise ConfigError(f"{path}: step {step} was pruned by retention, its samples are gone: replay its decisions without --gradient")
     try:
         made = reproduce(known)
         other = _other(known, with_, overrides)
@@ -61,6 +63,8 @@ def replay_step(path: Path, step: int, *, journal: str, with_: str, overrides: S
         print(msgspec.json.format(msgspec.json.encode(body), indent=1).decode())
     else:
         print(*reproduction_lines(step, made), sep="\n")
+        if known.pruned:
+            print(f"step {step} was pruned by retention: its events are whole, its samples are gone")
         if other is not None:
             print("", *comparison_lines(comparison), sep="\n")
         elif comparison.measured is not None:

@@ -18,6 +18,7 @@ from rl360.config import ConfigError
 from rl360.journal import exporting, importing, pins
 from rl360.journal.lines import Filter, json_line, line
 from rl360.journal.listing import Listing, amount
+from rl360.journal.manifest import POLICY
 from rl360.journal.source import Source
 from rl360.journal.stream import StreamSource
 from rl360.launch.journal_files import open_source
@@ -61,7 +62,7 @@ def tail(path: Path, chosen: Filter, *, last: int, follow: bool, as_json: bool) 
                 print(show(message), flush=True)
                 seen = max(seen, message.seq)
             if follow and isinstance(source, StreamSource):
-                async for message in _coming(source, chosen, seen + 1):
+                async for message in coming(source, chosen, seen + 1):
                     print(show(message), flush=True)
 
     asyncio.run(run())
@@ -79,7 +80,7 @@ async def _newest(source: Source, chosen: Filter, count: int) -> Collection[Mess
     return deque([m async for m in messages if chosen.shows(m)], maxlen=count)
 
 
-async def _coming(source: StreamSource, chosen: Filter, start: int) -> AsyncIterator[Message]:
+async def coming(source: StreamSource, chosen: Filter, start: int) -> AsyncIterator[Message]:
     """What is published from now on, up to the end of the run. Raises BusError when the run's server goes away for long."""
     bus = source.bus
     async with Reader(bus.client, subjects.stream(bus.run), (), start=start) as reader:
@@ -107,12 +108,12 @@ def export(path: Path, file: Path, steps: Collection[int], *, with_checkpoint: b
 
     async def run() -> None:
         async with open_source(path) as source:
-            chosen = await _weights(path, source, steps) if with_checkpoint else []
+            chosen = await _weights(path, source, steps) if with_checkpoint else {}
             recipe = (path / "recipe.json").read_bytes()
-            written = await exporting.write(source, file, recipe=recipe, steps=steps or None, checkpoints=chosen)
+            written = await exporting.write(source, file, recipe=recipe, steps=steps or None, folders=chosen)
         what = "the whole journal" if not steps else f"step {', '.join(map(str, sorted(steps)))}"
         blobs = sum(name.startswith("blobs/") for name in written.members)
-        print(f"{what} of run {written.run}: {written.messages} events, {blobs} blobs, {len(chosen)} checkpoints")
+        print(f"{what} of run {written.run}: {written.messages} events, {blobs} blobs, {sum(n != POLICY for n in chosen)} checkpoints")
         if written.pruned:
             print(f"{written.pruned} blobs are not in it: retention had removed them")
         print(f"wrote {file} ({amount(file.stat().st_size)}); read it elsewhere after: rl360 journal import {file} DIR")
@@ -121,8 +122,8 @@ def export(path: Path, file: Path, steps: Collection[int], *, with_checkpoint: b
     return 0
 
 
-async def _weights(path: Path, source: Source, steps: Collection[int]) -> list[Path]:
-    """Checkpoints that a gradient of these steps is taken from. Raises CheckpointError when one that a step started from is gone."""
+async def _weights(path: Path, source: Source, steps: Collection[int]) -> dict[str, Path]:
+    """Folders that a gradient of these steps is taken from. Raises CheckpointError when one that a step started from is gone."""
     needs = await needs_of(source, steps)
     root = path / checkpoints.FOLDER
     held = {version: name for name, version in checkpoints.versions(root).items()}
@@ -131,7 +132,9 @@ async def _weights(path: Path, source: Source, steps: Collection[int]) -> list[P
             raise checkpoints.CheckpointError(
                 f"{root}: no checkpoint of version {version}, which step {step} started from: it was pruned; leave --with-checkpoint away"
             )
-    return [checkpoints.verify(root / held[v]).path for v in sorted(needs.versions(steps) & held.keys())]
+    names = [held[v] for v in sorted(needs.versions(steps) & held.keys())]
+    found = {f"{checkpoints.FOLDER}/{name}": checkpoints.verify(root / name).path for name in names}
+    return found | ({POLICY: path / POLICY} if (path / POLICY).is_dir() else {})
 
 
 def import_(file: Path, path: Path) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.config import Config, ConfigError, parse
+from rl360.journal.pruned import Pruned
 from rl360.trainer.group_filter import attempts_of
 from rl360.trainer.metrics import StepTally, belongs
 from rl360.trainer.outcomes import AttemptOutcome, Outcomes
@@ -45,6 +46,7 @@ class StepFacts:
     pushes: tuple[ev.WeightsPushed, ...]
     plans: Mapping[str, ev.PlanBuilt]
     late: int
+    pruned: bool  # retention removed its blobs and checkpoints; its decisions stand in events, which stay
     engines: Engines
     seqs: Mapping[str, int]  # of decisions, by what they decide: "group 3", "trained", "closed"
     times: tuple[float, float]  # unix seconds of the step's first and last event
@@ -82,12 +84,14 @@ class _Fold:
         self._pushes: list[ev.WeightsPushed] = []
         self._plans: dict[str, ev.PlanBuilt] = {}
         self._late = 0
+        self._pruned = Pruned()
         self._around: list[Recorded] = []
         self._seqs: dict[str, int] = {}
         self._times: list[float] = []
 
     def on(self, recorded: Recorded) -> None:
         event = recorded.event
+        self._pruned.on(recorded)
         match event:
             case ev.RunStarted():
                 self._started(event)
@@ -158,6 +162,7 @@ class _Fold:
             pushes=tuple(self._pushes),
             plans=self._plans,
             late=self._late,
+            pruned=self._pruned.covers(self._step),
             engines=_engines(self._around, min(self._times), max(self._times)),
             seqs=self._seqs,
             times=(min(self._times), max(self._times)),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl360.config import Config
+from rl360.journal.manifest import POLICY
 from rl360.replay.compare import Measured
 from rl360.replay.decide import Decision
 from rl360.replay.facts import StepFacts
@@ -33,7 +34,7 @@ def measure(facts: StepFacts, folder: Path, before: Decision, after: Decision) -
     """
     version = before.batch.version
     path = _checkpoint(folder, version)
-    config = _alone(facts.config)
+    config = _here(_alone(facts.config), folder)
     started = time.perf_counter()
     with process_groups():
         rank = Rank(config, folder)
@@ -70,6 +71,14 @@ def _checkpoint(folder: Path, version: int) -> Path | None:
 def _alone(config: Config) -> Config:
     """The recipe on one rank: sums don't depend on how samples are spread (S20)."""
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, dp=1))
+
+
+def _here(config: Config, folder: Path) -> Config:
+    """With the policy that the run made where the folder lies now: it may have been moved, or imported from another machine."""
+    made = folder / POLICY
+    if not made.is_dir():
+        return config
+    return msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, path=str(made)))
 
 
 def _gradient(rank: Rank, decision: Decision, config: Config) -> Tensor:

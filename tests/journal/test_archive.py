@@ -30,8 +30,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return play(tmp_path_factory.mktemp("world"))
 
 
-async def write(source: Source, file: Path, steps: set[int] | None = None, checkpoints: tuple[Path, ...] = ()):
-    return await exporting.write(source, file, recipe=b'{"run":{"name":"world"}}', steps=steps, checkpoints=checkpoints)
+async def write(source: Source, file: Path, steps: set[int] | None = None, folders: dict[str, Path] | None = None):
+    return await exporting.write(source, file, recipe=b'{"run":{"name":"world"}}', steps=steps, folders=folders or {})
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ async def test_a_step_has_what_it_needs_and_no_more(world: World, whole: Path, t
 async def test_checkpoints_travel_whole(world: World, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with_checkpoints(world, root)
-    await write(MemorySource.of(world), tmp_path / "step.zip", {1}, (root / "step-000000",))
+    await write(MemorySource.of(world), tmp_path / "step.zip", {1}, {"checkpoints/step-000000": root / "step-000000"})
     importing.lay_down(tmp_path / "step.zip", tmp_path / "run")
     from rl360.trainer import checkpoints
 

@@ -58,7 +58,7 @@ async def with_newer_event(folder: Path, file: Path) -> Message:
     newer = Message(len(messages) + 1, messages[-1].nanos + 1, f"rl360.{source.run}.ev.1.NewEvent._", "id", "2", "", body)
     recipe = (folder / "recipe.json").read_bytes()
     mixed = MemorySource([*messages, newer], source.blobs, run=source.run)
-    await exporting.write(mixed, file, recipe=recipe, steps=None, checkpoints=())
+    await exporting.write(mixed, file, recipe=recipe, steps=None, folders={})
     return newer
 
 

@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from rl360.bus import events as ev
+from rl360.bus.client import Bus
 from rl360.cli import main
 from rl360.journal import exporting, importing
+from rl360.journal.lines import Filter
+from rl360.journal.stream import StreamSource
+from rl360.launch.journal_commands import coming
 from rl360.launch.journal_files import open_source, records
 from tests.journal.runs import lay_down, play
 
@@ -146,13 +150,37 @@ def test_prune_removes_once_says_so_in_the_journal_and_keeps_what_is_pinned(run:
     assert {p.name for p in (run / "checkpoints").iterdir()} == {f"step-{i:06d}" for i in range(5)} - set(event.checkpoints)
     assert "nothing to remove" in said(capsys, "journal", "prune", run, "--keep-steps", 1)
     assert "was pruned already" in said(capsys, "journal", "pin", run, "--step", 0, status=2)
-    assert said(capsys, "explain", run, "--step", 1)
-    said(capsys, "journal", "export", run, tmp_path / "pruned.zip")
+    text = said(capsys, "audit", run)
+    assert f"pruned by retention: {event.blobs} blobs of steps 0 to 3 but 1" in text and "clean" in text
+    assert "was pruned by retention" in said(capsys, "replay", run, "--step", 0)
+    assert "was pruned by retention" not in said(capsys, "replay", run, "--step", 1)
+    assert "without --gradient" in said(capsys, "replay", run, "--step", 0, "--gradient", status=2)
+    assert "retention had removed them" in said(capsys, "journal", "export", run, tmp_path / "pruned.zip")
+    said(capsys, "journal", "import", tmp_path / "pruned.zip", tmp_path / "there")
+    assert said(capsys, "audit", tmp_path / "there") == text
+
+
+async def test_tail_follows_a_running_run_to_its_end(bus: Bus) -> None:
+    source, shown = StreamSource(bus, live=True), list[int]()
+
+    async def publish() -> None:
+        for step in range(3):
+            await bus.publish(ev.StepOpened(run=bus.run, step=step, version=0, groups=()))
+            await bus.publish(ev.EngineLost(run=bus.run, generation=f"e{step}", cause="x"))
+        await bus.publish(ev.RunFinished(run=bus.run, why="steps", steps=3))
+
+    await bus.publish(ev.StepOpened(run=bus.run, step=9, version=0, groups=()))
+    publishing = asyncio.create_task(publish())
+    async with asyncio.timeout(20):
+        async for message in coming(source, Filter(types=("StepOpened", "RunFinished")), 2):
+            shown.append(message.seq)
+    await publishing
+    assert shown == [2, 4, 6, 8]
 
 
 async def test_an_imported_folder_needs_no_server(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_source(run) as source:
-        await exporting.write(source, tmp_path / "run.zip", recipe=(run / "recipe.json").read_bytes(), steps=None, checkpoints=[])
+        await exporting.write(source, tmp_path / "run.zip", recipe=(run / "recipe.json").read_bytes(), steps=None, folders={})
         original = await source.records()
     importing.lay_down(tmp_path / "run.zip", tmp_path / "there")
     monkeypatch.setattr("rl360.bus.nats_server.binary", lambda: pytest.fail("a server was started"))
