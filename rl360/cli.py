@@ -184,7 +184,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    from rl360.launch.journal_files import audit_run
+    from rl360.launch.reports import audit_run
 
     return audit_run(args.dir, as_json=args.json)
 
@@ -261,13 +261,13 @@ def _replay_all(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    from rl360.launch.journal_files import trace_attempt
+    from rl360.launch.reports import trace_attempt
 
     return trace_attempt(args.dir, args.attempt, args.otlp)
 
 
 def _summary(args: argparse.Namespace) -> int:
-    from rl360.launch.journal_files import summarise
+    from rl360.launch.reports import summarise
 
     return summarise(args.dir, args.picture)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from rl360.bus.blobs import BlobMissing
 from rl360.config import ConfigError
 from rl360.extras import MissingExtra
-from rl360.journal.namespace import copy_step
 from rl360.journal.stream import StreamSource
 from rl360.launch.journal_files import open_source, records
 from rl360.replay.compare import Comparison, compare
@@ -21,6 +21,7 @@ from rl360.replay.facts import ReplayError, StepFacts, facts_of
 from rl360.replay.reproduce import reproduce
 from rl360.replay.rules import RECORDED, ReplayRules, read_rules
 from rl360.replay.text import lines
+from rl360.trainer.checkpoints import CheckpointError
 
 
 def facts(path: Path, step: int, journal: str = "") -> StepFacts:
@@ -48,8 +49,6 @@ def explain_step(path: Path, step: int, *, journal: str, as_json: bool, page: Pa
 def replay_step(path: Path, step: int, *, journal: str, with_: str, overrides: Sequence[str], gradient: bool, as_json: bool) -> int:
     """Decide a step again: first as recorded, then under other rules when some are given. 1: a recorded decision comes out differently."""
     known = facts(path, step, journal)
-    if gradient and known.pruned:
-        raise ConfigError(f"{path}: step {step} was pruned by retention, its samples are gone: replay its decisions without --gradient")
     try:
         made = reproduce(known)
         other = _other(known, with_, overrides)
@@ -64,7 +63,7 @@ def replay_step(path: Path, step: int, *, journal: str, with_: str, overrides: S
     else:
         print(*reproduction_lines(step, made), sep="\n")
         if known.pruned:
-            print(f"step {step} was pruned by retention: its events are whole, its samples are gone")
+            print(f"step {step} was pruned by retention: its events are whole, its blobs and checkpoints are gone")
         if other is not None:
             print("", *comparison_lines(comparison), sep="\n")
         elif comparison.measured is not None:
@@ -82,6 +81,8 @@ def copy_into(path: Path, step: int, name: str, *, before: str) -> int:
 
 
 async def _copy(path: Path, step: int, name: str, before: str) -> int:
+    from rl360.journal.namespace import copy_step
+
     async with open_source(path) as source:
         if not isinstance(source, StreamSource):
             raise ConfigError(f"{path} is an imported archive, which live workers can't follow: copy a step of a run's own folder")
@@ -99,4 +100,9 @@ def _measured(comparison: Comparison, known: StepFacts, path: Path, before: Deci
         from rl360.replay.gradient import measure
     except ModuleNotFoundError as e:
         raise MissingExtra("--gradient", e.name or "torch", "trainer") from None
-    return msgspec.structs.replace(comparison, measured=measure(known, path, before, after))
+    try:
+        return msgspec.structs.replace(comparison, measured=measure(known, path, before, after))
+    except (BlobMissing, CheckpointError) as e:
+        if not known.pruned:
+            raise
+        raise ConfigError(f"{path}: step {known.step} was pruned by retention: replay it without --gradient ({e})") from None
