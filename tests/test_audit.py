@@ -429,7 +429,7 @@ def test_blobs_that_retention_removed_are_not_missed_and_it_is_said(tmp_path: Pa
     played.journal.publish(ev.BlobsPruned(run=RUN, **about))
     journal = Reading(played.journal.records)
     assert audit(journal, played.blobs) == []
-    assert list(notes(journal)) == [f"pruned by retention: {len(gone)} blobs of steps 0 to 1 but 1; their tokens were not checked"]
+    assert list(notes(journal)) == [f"pruned by retention: {len(gone)} blobs of steps 0 to 1 but 1; the tokens in them were not checked"]
     played.blobs.remove(kept.pop())
     assert "blob" in {f.rule for f in audit(journal, played.blobs)}, "a pinned step's blob is missed"
 

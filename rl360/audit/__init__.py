@@ -49,7 +49,7 @@ def audit(journal: Reading, blobs: BlobStore) -> list[Finding]:
         DecisionCheck(),
         TrainingCheck(blobs, journal.steps),
         TokenCheck(blobs, pruned),
-        MergeCheck(blobs, pruned),
+        MergeCheck(blobs),
         PushCheck(whole=journal.steps is None),
         LetterCheck(journal.dead_letters, journal.unread),
         BlobCheck(blobs, pruned),
@@ -71,5 +71,5 @@ def notes(journal: Reading) -> Iterator[str]:
         yield f"{n} events of type {type_}, which this version of RL360 doesn't know, were skipped"
     for record in journal.records:
         if isinstance(event := record.event, ev.BlobsPruned):
-            kept = f" but {', '.join(map(str, event.kept))}" if event.kept else ""
-            yield f"pruned by retention: {event.blobs} blobs of steps {event.first} to {event.last}{kept}; their tokens were not checked"
+            steps = f"{event.first} to {event.last}" + (f" but {', '.join(map(str, event.kept))}" if event.kept else "")
+            yield f"pruned by retention: {event.blobs} blobs of steps {steps}; the tokens in them were not checked"

@@ -11,15 +11,14 @@ from rl360.bus.codec import Recorded
 from rl360.bus.payload import Payload
 from rl360.bus.sample import SampleError
 from rl360.config import ConfigError, parse
-from rl360.journal.pruned import Pruned
 from rl360.sessions.merge import MergeError
 from rl360.sessions.merger import Merger
 from rl360.sessions.routing import RoutingError
 
 
 class MergeCheck:
-    def __init__(self, blobs: BlobStore, pruned: Pruned) -> None:
-        self._blobs, self._pruned = blobs, pruned
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
         self._merger = self._start(replay=False)
         self._again: dict[tuple[str, int], ev.TrajectoryMerged] = {}
 
@@ -32,7 +31,7 @@ class MergeCheck:
             self._started(event)
         elif isinstance(event, ev.TrajectoryMerged):
             yield from self._compare(recorded.seq, event)
-        elif not self._pruned.covers(event.step):
+        else:
             yield from self._fold(recorded)
 
     def end(self) -> Iterable[Finding]:
@@ -61,7 +60,7 @@ class MergeCheck:
             about = str(getattr(recorded.event, "session", recorded.event.run))
             yield Finding(rule="S6", about=about, text=f"its turns don't fit together: {e}", seq=recorded.seq)
         except BlobError:
-            return  # the blob check says so
+            return  # the blob check says so, or retention removed it
 
 
 def _named(data: bytearray) -> Payload:

@@ -64,17 +64,19 @@ class TokenCheck:
         self._seen: dict[str, set[int]] = {}  # session -> branches
         self._sampled: dict[str, set[tuple[int, int]]] = {}  # session -> sampled tokens (turn, place) that its branches hold
         self._covered: dict[str, set[tuple[int, int]]] = {}  # session -> those that some branch trains on
+        self._gone: set[str] = set()  # sessions of which a blob is missing
 
     def on(self, recorded: Recorded) -> Iterator[Finding]:
         event = recorded.event
-        if self._pruned.covers(event.step):
-            return
         if isinstance(event, ev.TurnCompleted):
             self._turns.setdefault(event.session, {}).setdefault(event.turn, event)
         elif isinstance(event, ev.TrajectoryMerged) and event.branch not in self._seen.setdefault(event.session, set()):
             self._seen[event.session].add(event.branch)
             try:
                 problems = list(self._compare(event))
+            except BlobMissing as e:
+                self._gone.add(event.session)
+                problems = [] if self._pruned.covers(event.step) else [("S8", str(e))]
             except (BlobError, wire.SampleError) as e:
                 problems = [("S8", str(e))]
             if len(self._seen[event.session]) == event.branches:
@@ -126,7 +128,7 @@ class TokenCheck:
         """All branches are there: what none of them trains on is lost. The session's turns are no longer needed."""
         self._turns.pop(session, None)
         missing = self._sampled.pop(session, set()) - self._covered.pop(session, set())
-        if missing:
+        if missing and session not in self._gone:
             yield "S6", f"{len(missing)} sampled tokens train in no branch"
 
     def _conversation(self, chain: Sequence[ev.TurnCompleted]) -> _Conversation:
