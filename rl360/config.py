@@ -219,6 +219,7 @@ class Push(Section, frozen=True, kw_only=True):
 class Supervise(Section, frozen=True, kw_only=True):
     max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
     drain_seconds: Seconds = 15.0
+    min_free_mb: NonNegative = 512  # MiB free on the run's disks, below which it stops before something is lost
 
 
 FaultKind = Literal["sandbox_kill", "sandbox_hang", "verifier_break", "verifier_hang", "engine_kill", "engine_hang"]

@@ -5,8 +5,10 @@ A blob that reads back with another digest is an error that names it; nobody tra
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -31,18 +33,35 @@ def digest_of(data: Buffer) -> str:
     return blake3.blake3(data).hexdigest()
 
 
+def is_full(error: OSError) -> bool:
+    """A disk, or somebody's share of it, is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class BlobStore:
     """A folder of content-addressed files, safe for many writers at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.on_full: Callable[[OSError], None] | None = None  # called when the disk takes no more
         root.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
         return self.root / digest[:_SHARD] / digest
 
     def put(self, data: Buffer) -> str:
-        """Store `data` and return its digest. Storing the same bytes again writes nothing, and makes the blob new again."""
+        """Store `data` and return its digest. Storing the same bytes again writes nothing, and makes the blob new again.
+
+        It is on the disk when this returns: an event that names it must not outlive it.
+        """
         digest = digest_of(data)
         path = self.path(digest)
         try:
@@ -57,9 +76,13 @@ class BlobStore:
                 view = memoryview(data).cast("B")
                 while view:
                     view = view[f.write(view) :]
+                os.fsync(f.fileno())
             os.replace(aside, path)
-        except OSError:
+            _sync_folder(path.parent)
+        except OSError as e:
             aside.unlink(missing_ok=True)
+            if is_full(e) and self.on_full is not None:
+                self.on_full(e)
             raise
         return digest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -31,6 +31,7 @@ class Bus:
     def __init__(self, address: BusAddress, run: str, blobs: BlobStore, name: str) -> None:
         self.run, self.blobs, self.name = subjects.check_run_name(run), blobs, name
         self._address = address
+        self.on_full: Callable[[BusError], None] | None = None  # called when the journal takes no more; set it before entering
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -41,7 +42,7 @@ class Bus:
     async def __aenter__(self) -> Bus:
         self.client: Client = await connect(self._address, name=self.name)
         self._stack.push_async_callback(self._close)
-        self.publisher = await self._stack.enter_async_context(Publisher(self.client))
+        self.publisher = await self._stack.enter_async_context(Publisher(self.client, on_full=self.on_full))
         self.leases = Leases(self.client, self.publisher, self.run)
         return self
 

@@ -44,11 +44,13 @@ class JetStreamError(BusError):
 
     @property
     def full(self) -> bool:
-        return "maximum" in self.description and "exceeded" in self.description
+        """The stream's own limit, or the server's storage, is used up."""
+        text = self.description
+        return (("maximum" in text or "resource limits" in text) and "exceeded" in text) or "insufficient storage" in text
 
     @property
     def transient(self) -> bool:
-        return self.code == 503
+        return self.code == 503 and not self.full
 
 
 class JournalRewound(BusError):

@@ -7,6 +7,7 @@ same `Nats-Msg-Id`, and the server drops the copy (within the stream's duplicate
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -50,8 +51,11 @@ class _Slot:
 class Publisher:
     """Use as an async context manager; leaving it waits for what is in flight."""
 
-    def __init__(self, client: Client, *, window: int = 1024, deadline: float = 60.0) -> None:
-        self._client, self._deadline = client, deadline
+    def __init__(
+        self, client: Client, *, window: int = 1024, deadline: float = 60.0, on_full: Callable[[JetStreamError], None] | None = None
+    ) -> None:
+        """`on_full` is told when a stream takes no more: nothing that this publisher has to say can be recorded then."""
+        self._client, self._deadline, self._on_full = client, deadline, on_full
         self._room = asyncio.Semaphore(window)
         self._slots: dict[str, _Slot] = {}
         self._next = 0
@@ -118,10 +122,14 @@ class Publisher:
         if ack.error is None:
             self.duplicates += ack.duplicate
             self._finish(key, ack)
-        elif ack.error.code == 503:
+            return
+        error = JetStreamError(ack.error.code, ack.error.err_code, ack.error.description)
+        if error.transient:
             self._again_soon(key, slot)
-        else:
-            self._finish(key, error=JetStreamError(ack.error.code, ack.error.err_code, ack.error.description))
+            return
+        if error.full and self._on_full is not None:
+            self._on_full(error)
+        self._finish(key, error=error)
 
     def _again_soon(self, key: str, slot: _Slot) -> None:
         if slot.timer:

@@ -9,17 +9,20 @@ again; an attempt whose outcome is lost has a new life.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from pathlib import Path
 from typing import Final
 
+from rl360 import __version__
 from rl360.agents.runner import DURABLE
 from rl360.bus import events as ev
 from rl360.bus import nats_server
-from rl360.bus.blobs import BlobStore
+from rl360.bus.blobs import BlobStore, digest_of
 from rl360.bus.client import Bus, BusAddress
-from rl360.launch.child import Child
+from rl360.child import Child
+from rl360.config import Config, to_toml_data
 from rl360.launch.high_water import Mark
 from rl360.launch.rundir import RunDir, free_ports
 from rl360.trainer import checkpoints
@@ -48,6 +51,19 @@ async def look(bus: Bus, mark: Mark | None, root: Path) -> ev.JournalRewound | N
     if not lost:
         return None
     return ev.JournalRewound(run=bus.run, lost=max(lost), kept=kept, checkpoints=tuple(path.name for path in strangers))
+
+
+async def announce(bus: Bus, config: Config) -> int:
+    """Publish RunStarted; returns how many times the run was started before."""
+    data = to_toml_data(config)
+    digest = digest_of(json.dumps(data, sort_keys=True).encode())
+    before = len([r async for r in bus.replay(types=[ev.RunStarted])])
+    await bus.publish(
+        ev.RunStarted(
+            run=config.run.name, config=data, config_digest=digest, code_version=__version__, seed=config.run.seed, resumed=before
+        )
+    )
+    return before
 
 
 async def store_holds(folder: RunDir, mark: Mark) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.bus.worker import WorkerContext
+from rl360.launch import storage
 from rl360.launch.kinds import Main, load
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import served
@@ -27,7 +28,12 @@ def run_worker(kind: str, index: int, path: Path, journal: str = "") -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     folder = RunDir(path)
     main = load(kind, folder.config)
-    asyncio.run(_run(kind, index, folder, main, journal))
+    try:
+        asyncio.run(_run(kind, index, folder, main, journal))
+    except Exception as e:
+        if why := storage.out_of_space(e):
+            storage.stop_full(f"{why}; {storage.remedy(path)}")
+        raise
 
 
 async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) -> None:
@@ -35,13 +41,16 @@ async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    config, addresses, secrets = folder.config, folder.addresses, folder.secrets
+    path, config, addresses, secrets = folder.path, folder.config, folder.addresses, folder.secrets
     async with AsyncExitStack() as stack:
         address = BusAddress(url=addresses.nats, user=kind, password=secrets.nats[kind])
         if journal:
             address = await stack.enter_async_context(served(folder))
         blobs = BlobStore(folder.path / "blobs")
-        bus = await stack.enter_async_context(Bus.connect(address, journal or config.run.name, blobs, name=f"{kind}{index}"))
+        blobs.on_full = lambda e: storage.stop_full(f"the blob store is full: {e.strerror}: {blobs.root}; {storage.remedy(path)}")
+        connecting = Bus.connect(address, journal or config.run.name, blobs, name=f"{kind}{index}")
+        connecting.on_full = lambda e: storage.stop_full(storage.journal_full(e, path))
+        bus = await stack.enter_async_context(connecting)
         context = WorkerContext(
             kind=kind,
             index=index,
