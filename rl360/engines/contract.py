@@ -87,7 +87,8 @@ class MetaInfo(_Meta, frozen=True, kw_only=True):
     """What the engine says of one request.
 
     `output_token_logprobs` has a row [log-prob, token id, null] for each sampled token, the stop token included.
-    `routed_experts` is base64 of little-endian int32 [prompt + completion - 1 - start, MoE layers, top-k].
+    `routed_experts` is base64 of little-endian int32 [prompt + completion - 1 - start, layers, top-k]: of MoE layers (tiny engine), or of
+    all layers (SGLang; what it says at a dense one means nothing).
     `kv_versions` (tiny engine only) names the weights that wrote KV rows [start, end); empty: all by `weight_version`.
     `generation` (tiny engine only) is the life of the engine that answered.
     """

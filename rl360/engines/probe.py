@@ -43,7 +43,8 @@ class Probe:
     def __init__(self, client: EngineClient, config: Config, label: str) -> None:
         self._client, self._config, self._label = client, config, label
         model: dict[str, Any] = msgspec.json.decode((config.policy.folder / "config.json").read_bytes())
-        self._shape = shape_of(model) if config.engine.routed_experts else None
+        every_layer = config.engine.kind == "sglang"
+        self._shape = shape_of(model, every_layer=every_layer) if config.engine.routed_experts else None
         self._ids = [(7 * i + 3) % int(model["vocab_size"]) for i in range(_PROMPT)]
 
     async def prove(self) -> Dialect:
@@ -70,7 +71,12 @@ class Probe:
 
     async def _tokens(self) -> None:
         """The prompt's echo, finite log-probs of every token, and the version, by the rules that a turn must meet."""
-        reply = await self._sample("probe.tokens.")
+        try:
+            reply = await self._sample("probe.tokens.")
+        except EngineError as e:
+            if e.cause is not Cause.UNKNOWN:
+                raise
+            raise self._missing("tokens and log-probs", e.detail) from None  # a log-prob that is no number comes as null
         prompt = ",".join(map(str, self._ids)).encode()
         echo = msgspec.Raw(msgspec.json.encode(reply.prompt_token_ids))
         try:

@@ -1,7 +1,8 @@
 """Expert choices of a session, one delta a turn (S9, S10). Pure.
 
-An engine returns base64 of little-endian int32 rows [start, prompt + output - 1), MoE layers only; here they become one byte an id
-(two above 256 experts). A turn brings only rows that its parents don't have; the last sampled token never has a row.
+An engine returns base64 of little-endian int32 rows [start, prompt + output - 1): of its MoE layers (tiny), or of all its layers
+(SGLang, which says nothing that means something at a dense one). Here they become one byte an id (two above 256 experts), of MoE
+layers only. A turn brings only rows that its parents don't have; the last sampled token never has a row.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ class RoutingError(ValueError):
 
 
 class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
-    """`layers` counts MoE layers only; dense layers have no row."""
+    """`layers` counts MoE layers only; dense layers have no row.
+
+    `moe` and `sent` are for engines that send a row for every layer: which of its `sent` layers are MoE layers.
+    """
 
     layers: int
     topk: int
     experts: int
+    moe: tuple[int, ...] = ()
+    sent: int = 0
 
     @property
     def dtype(self) -> str:
@@ -51,8 +57,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     overlap_mismatch: int = 0
 
 
-def shape_of(config: dict[str, Any]) -> RoutingShape:
-    """Shape by a model's config.json. Raises RoutingError when the model has no experts."""
+def shape_of(config: dict[str, Any], *, every_layer: bool = False) -> RoutingShape:
+    """Shape by a config.json; `every_layer`: as an engine sends it that has rows of all layers. Raises RoutingError without experts."""
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     topk = config.get("num_experts_per_tok") or 0
     dense = set(cast(list[int], config.get("mlp_only_layers") or ())) | set(range(config.get("first_k_dense_replace") or 0))
@@ -60,7 +66,8 @@ def shape_of(config: dict[str, Any]) -> RoutingShape:
     layers = [i for i in range(config.get("num_hidden_layers") or 0) if i not in dense and (i + 1) % every == 0]
     if not experts or not topk or not layers:
         raise RoutingError("config.json: the policy has no experts: set engine.routed_experts = false")
-    return RoutingShape(layers=len(layers), topk=topk, experts=experts)
+    shape = RoutingShape(layers=len(layers), topk=topk, experts=experts)
+    return msgspec.structs.replace(shape, moe=tuple(layers), sent=config["num_hidden_layers"]) if every_layer else shape
 
 
 def decode(data: str, shape: RoutingShape) -> Rows:
@@ -69,10 +76,12 @@ def decode(data: str, shape: RoutingShape) -> Rows:
         raw = binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as e:
         raise RoutingError(f"routed_experts is not base64: {e}") from None
-    width = shape.layers * shape.topk
-    if len(raw) % (4 * width):
-        raise RoutingError(f"routed_experts has {len(raw)} bytes: not rows of {shape.layers} layers x {shape.topk}")
-    ids = np.frombuffer(raw, "<i4").reshape(-1, shape.layers, shape.topk)
+    layers = shape.sent or shape.layers
+    if len(raw) % (4 * layers * shape.topk):
+        raise RoutingError(f"routed_experts has {len(raw)} bytes: not rows of {layers} layers x {shape.topk}")
+    ids = np.frombuffer(raw, "<i4").reshape(-1, layers, shape.topk)
+    if shape.sent:
+        ids = ids[:, shape.moe]
     if ids.size and (ids.min() < 0 or ids.max() >= shape.experts):
         raise RoutingError(f"routed_experts names expert {ids.min()}..{ids.max()}: the policy has {shape.experts}")
     return ids.astype("<u2") if shape.dtype == "uint16" else ids.astype("u1")

@@ -74,7 +74,7 @@ def load_template(config: Config) -> Template:
 
 def load_routing(config: Config) -> RoutingShape | None:
     """The policy's experts when replay is on. Raises RoutingError when it has none."""
-    return shape_of(_model(config)) if config.engine.routed_experts else None
+    return shape_of(_model(config), every_layer=config.engine.kind == "sglang") if config.engine.routed_experts else None
 
 
 def _model(config: Config) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from rl360.engines.sglang.checksum import checksums
@@ -57,6 +59,15 @@ async def serve(args: argparse.Namespace) -> None:
     await engine.crashed
 
 
+def every_layer(rows: str, engine: Engine) -> str:
+    """Expert rows with a layer of nonsense for each dense layer."""
+    shape = engine.updates.live.shape
+    known = np.frombuffer(base64.b64decode(rows), "<i4").reshape(-1, len(shape.moe_layers), shape.topk)
+    sent = np.full((len(known), shape.layers, shape.topk), -1, "<i4")
+    sent[:, shape.moe_layers] = known
+    return base64.b64encode(sent.tobytes()).decode()
+
+
 def named_sglang(engine: Engine) -> Any:
     """The tiny engine's replies as SGLang 0.5.23 on a CPU would give them."""
 
@@ -72,9 +83,12 @@ def named_sglang(engine: Engine) -> Any:
         response = await handler(request)
         if request.path == "/server_info":
             response.body = json.dumps({**json.loads(response.body), "version": "0.5.23"}).encode()
-        if request.path == "/generate" and FAULT == "silent_echo":
+        if request.path == "/generate":
             body = json.loads(response.body)
-            body.pop("prompt_token_ids", None)
+            if FAULT == "silent_echo":
+                body.pop("prompt_token_ids", None)
+            if rows := body["meta_info"].get("routed_experts"):
+                body["meta_info"]["routed_experts"] = every_layer(rows, engine)
             response.body = json.dumps(body).encode()
         return response
 

@@ -51,9 +51,9 @@ class Live:
         info = await self.client.server_info()
         dialect = await self.client.dialect()
         rows = info.enable_return_routed_experts
-        shape = shape_of(self.config) if rows else None
+        shape = shape_of(self.config, every_layer=True) if rows else None
         prompt = [i % self.config["vocab_size"] for i in RECORDED_PROMPT]
-        subject = Subject(self.client, dialect, prompt, rows=shape.layers * shape.topk if shape else 0)
+        subject = Subject(self.client, dialect, prompt, rows=shape.sent * shape.topk if shape else 0)
         self.report |= {"server": dialect.server, "device": info.device, "tp": info.tp_size, "expert_rows": rows, "cases": {}}
         for name, case in cases_for(dialect, rows=rows).items():
             await self.step(name, lambda case=case: case(subject), self.report["cases"])

@@ -76,6 +76,17 @@ def test_s10_only_layers_with_experts_count() -> None:
         routing.shape_of({"num_hidden_layers": 3})
 
 
+def test_s10_rows_of_every_layer_lose_the_dense_ones() -> None:
+    """SGLang sends a row for each layer of the model; what stands at a dense one may be no expert at all."""
+    config = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+    shape = routing.shape_of(config, every_layer=True)
+    sent = np.array([[[-1, 99], [1, 2], [3, 4]], [[-1, 99], [5, 6], [7, 0]]], "<i4")
+    rows = routing.decode(base64.b64encode(sent.tobytes()).decode(), shape)
+    assert rows.tolist() == sent[:, 1:].tolist() and rows.dtype == np.uint8
+    with pytest.raises(RoutingError, match="not rows of 3 layers x 2"):
+        routing.decode(base64.b64encode(sent[:, 1:][:1].tobytes()).decode(), shape)
+
+
 async def test_s9_each_turn_asks_for_and_stores_only_new_rows(moe: Rig) -> None:
     _, first = await moe.chat([USER])
     _, second = await moe.chat([USER, answer_of(first), USER])

@@ -5,7 +5,7 @@
     experts       w13_weight [local experts, gate rows then up rows, hidden], w2_weight [local experts, hidden, share]
     vocabulary    padded with rows of 0 to a multiple of 64, then cut by rows
 
-Read off the checksums of running servers: ranks 1 and 2 (SGLang 0.5.23, CPU) and 1 (0.5.17, H200), kernels by Triton and by torch.
+Agrees with the checksums of running servers: SGLang 0.5.23 on a CPU with tp 1, tp 2, and tp 2 with ep 2; 0.5.17 on an H200 with tp 1.
 """
 
 # pyright: reportUnknownMemberType=false
