@@ -18,6 +18,7 @@ from aiohttp import web
 
 from rl360.engines import gateway
 from rl360.engines.gateway import GatewayClient
+from rl360.launch.rundir import free_ports
 
 
 def free_port() -> int:
@@ -30,7 +31,7 @@ class Smg:
     """SMG in a process group of its own; can be killed and started again at the same port, forgetting everything."""
 
     def __init__(self, log: Path) -> None:
-        self.port, self.metrics, self.log = free_port(), free_port(), log
+        (self.port, self.metrics), self.log = free_ports(2), log  # two different ones
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
