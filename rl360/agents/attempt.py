@@ -64,6 +64,11 @@ class Shop:
     scratch: Path
     pool: Executor
     announce: Callable[[Event], Awaitable[None]]  # without waiting for a receipt: phases are news, not outcomes
+    claim: Callable[[Event], Awaitable[bool]]  # record it; False: the journal holds another's
+
+
+class Taken(Exception):
+    """This life is another runner's: it was given out twice."""
 
 
 class Attempt:
@@ -81,11 +86,13 @@ class Attempt:
         self._blocked: set[asyncio.Future[Any]] = set()
 
     async def run(self) -> Outcome:
-        """The outcome, after everything of the attempt is taken down."""
+        """The outcome, after everything of the attempt is taken down. Raises Taken, before anything is done."""
         try:
             outcome: Verdict | InfraError = await self._phases()
         except asyncio.CancelledError:
             self._courtesy = _STOPPING_SECONDS
+            raise
+        except Taken:
             raise
         except InfraError as error:
             outcome = error
@@ -98,7 +105,8 @@ class Attempt:
     async def _phases(self) -> Verdict:
         if self._clock.ran_out(time.time()):
             raise timed_out(Phase.QUEUE, self._admitted.budgets.queue)
-        await self._ended()
+        if not await self._shop.claim(self._phase(time.time())):
+            raise Taken
         given = await self._setup()
         self._agent_end = await self._agent(given)
         await self._kill()

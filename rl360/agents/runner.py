@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rl360.agents import faults
-from rl360.agents.attempt import Attempt, Outcome, Shop
+from rl360.agents.attempt import Attempt, Outcome, Shop, Taken
 from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.lives import Lives
 from rl360.agents.outcomes import InfraError
@@ -128,6 +128,10 @@ class Runner:
         except asyncio.CancelledError:
             await delivery.nak(0.0)
             raise
+        except Taken:
+            # The server forgot in a restart that it gave it out. Once its runner beats again, that one keeps it.
+            self._ctx.log.warning("%s: goes on elsewhere, given back for %g s", admitted.attempt, ACK_WAIT)
+            await delivery.nak(ACK_WAIT)
         except BusError as e:
             # Not acknowledged: it is delivered again, and whoever gets it looks for the outcome first.
             self._ctx.log.error("%s: the outcome could not be recorded: %s", admitted.attempt, e)
@@ -135,10 +139,15 @@ class Runner:
             beats.cancel()
 
     async def _outcome(self, admitted: RolloutAdmitted, delivery: Delivery) -> Outcome | None:
-        """The outcome of this life; None when the journal has one already. A life's session is never one of an earlier life."""
+        """The outcome of this life; None when the journal has one already. A life's session is never one of an earlier life.
+
+        Raises Taken for an attempt whose last life may go on elsewhere.
+        """
         past = await self._lives.past(delivery)
         if past.over:
             return None
+        if past.held(delivery.recorded.deliveries):
+            raise Taken
         life = max(delivery.recorded.deliveries, past.lives + 1)
         if delivery.recorded.deliveries > self._ctx.config.agent.max_lives:
             return self._exhausted(admitted, life)
@@ -251,4 +260,5 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
         scratch=scratch,
         pool=pool,
         announce=announce,
+        claim=ctx.bus.claim,
     )

@@ -14,7 +14,7 @@ from rl360.bus import events as ev
 from rl360.bus import journal, selection, subjects, tracing
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import Message, Recorded, encode
-from rl360.bus.connection import BusAddress, BusError, JetStreamError, api, connect, is_missing
+from rl360.bus.connection import BusAddress, BusError, JetStreamError, api, connect, is_missing, reconnects
 from rl360.bus.leases import Leases
 from rl360.bus.publisher import PubAck, Publisher
 from rl360.bus.reading import Reader
@@ -76,7 +76,20 @@ class Bus:
         """Record an event; returns its sequence in the journal. Raises BusError when it could not be recorded."""
         return (await (await self.submit(event))).seq
 
+    async def claim(self, event: ev.Event) -> bool:
+        """Record an event whose id several may want to use; whether it is this one that the journal holds (S16)."""
+        ack = await (await self.submit(event))
+        if not ack.duplicate:
+            return True
+        held = [recorded.event async for recorded in self.replay(start=ack.seq, end=ack.seq)]
+        return held == [event]  # sent twice by ourselves, around a restart of the server
+
     # ------------------------------------------------------------------------------------------------ read
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was lost and made again."""
+        return reconnects(self.client)
 
     def reader(
         self,

@@ -110,6 +110,11 @@ async def connect(
         raise BusError(f"NATS at {address.url} refused the connection of {name}: {e}") from None
 
 
+def reconnects(client: Client) -> int:
+    """How often this client lost its server and found one again."""
+    return int(client.stats["reconnects"])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+
+
 def is_missing(error: JetStreamError) -> bool:
     """Stream, consumer or message not found."""
     return error.code == 404

@@ -210,6 +210,11 @@ class RolloutPhase(OfSession, frozen=True, kw_only=True):
     end: float | None = None
     node: str = ""
 
+    @property
+    def ended(self) -> bool:
+        """A session begins and ends each phase once, whoever says so."""
+        return self.end is not None
+
 
 # ------------------------------------------------------------------------------------------------ sessions
 

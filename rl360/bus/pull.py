@@ -15,7 +15,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl360.bus.connection import BusError
+from rl360.bus.connection import BusError, reconnects
 
 BATCH: Final = 256
 MAX_BYTES: Final = 16 << 20  # of one pull: below the server's max_pending, above the largest message
@@ -49,7 +49,7 @@ class Pull:
             f"{self._inbox}.*", cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0
         )
         self._heard = self._loop.time()
-        self._reconnects: int = self._reconnected()
+        self._reconnects = reconnects(self._client)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -76,13 +76,10 @@ class Pull:
                 continue
         return self._buffer.popleft()
 
-    def _reconnected(self) -> int:
-        return int(self._client.stats["reconnects"])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-
     def _check_silence(self) -> None:
-        reconnects = self._reconnected()
-        if reconnects != self._reconnects or self._loop.time() - self._heard > 2 * HEARTBEAT + 0.5:
-            self._reconnects, self._open, self._heard = reconnects, False, self._loop.time()
+        made = reconnects(self._client)
+        if made != self._reconnects or self._loop.time() - self._heard > 2 * HEARTBEAT + 0.5:
+            self._reconnects, self._open, self._heard = made, False, self._loop.time()
 
     async def _ask(self) -> None:
         self._request += 1

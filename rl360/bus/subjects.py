@@ -105,7 +105,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "StepClosed": ("purpose",),
     "RolloutRequested": ("attempt",),
     "RolloutAdmitted": ("attempt",),
-    "RolloutPhase": ("session", "phase", "end"),
+    "RolloutPhase": ("session", "phase", "ended"),
     "SessionOpened": ("session",),
     "SessionClosed": ("session",),
     "TurnCompleted": ("session", "turn"),

@@ -21,6 +21,7 @@ from rl360.agents.sandbox.base import LABEL
 from rl360.agents.sandbox.bwrap import BwrapSandbox
 from rl360.agents.sandbox.leases import labelled
 from rl360.agents.tasks import Task
+from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.events import (
     AgentEnd,
@@ -387,7 +388,7 @@ async def test_s16_a_consumer_that_forgot_all_repeats_no_attempt_and_no_session(
     opened = SessionOpened(
         run=stage.bus.run, step=3, attempt=lived.attempt, group=1, session=session_id(lived.attempt, 2), template="t", sampling={}
     )
-    for event in (lived, opened):
+    for event in (lived, opened, RunStarted(run=stage.bus.run, config={}, config_digest="", code_version="", seed=0, resumed=1)):
         await stage.bus.publish(event)
     async with stage.running():
         await stage.bus.publish(fresh)
@@ -399,6 +400,48 @@ async def test_s16_a_consumer_that_forgot_all_repeats_no_attempt_and_no_session(
         session_id(fresh.attempt, 1),
     }
     assert len(stage.session.opened) == 2
+
+
+async def test_s16_a_consumer_that_forgets_what_is_under_way_starts_no_second_life(stage: Stage) -> None:
+    attempt = await stage.admit()
+    async with stage.running(agent={"script": ["sleep 1", SOLVE]}):
+        await stage.phase_began(Phase.AGENT, 1)
+        await stage.bus.forget_consumer(runner.DURABLE)
+        other = await stage.admit()
+        outcomes = await stage.outcomes(2)
+    assert {o.session for o in outcomes.values()} == {session_id(attempt, 1), session_id(other, 1)}
+    assert len(stage.session.opened) == 2
+
+
+async def test_s16_a_server_that_forgets_what_it_gave_out_starts_no_second_life(
+    own_nats: NatsServer, session: FakeSession, tmp_path: Path, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """nats-server writes a consumer's state down some time after a delivery: a kill between the two loses it."""
+    async with Bus.connect(own_nats.address(), "test", BlobStore(tmp_path / "blobs"), name="test") as bus:
+        await bus.create_streams()
+        stage = Stage(bus, session, tmp_path, task)
+        async with stage.running(agent={"script": ["sleep 1", SOLVE]}):
+            attempt = await stage.admit()
+            await stage.phase_began(Phase.AGENT, 1)
+            await asyncio.to_thread(own_nats.kill)
+            for state in (tmp_path / "store").rglob(f"obs/{runner.DURABLE}/o.dat"):
+                state.unlink()
+            await asyncio.to_thread(own_nats.start)
+            outcome = await stage.verified()
+        assert outcome.session == session_id(attempt, 1)
+        assert session.opened == [session_id(attempt, 1)]
+    assert "goes on elsewhere" in caplog.text
+
+
+async def test_s16_a_life_is_one_runners(stage: Stage) -> None:
+    """Two runners were given the same attempt at once: the journal's first word decides."""
+    attempt = await stage.admit()
+    async with stage.running(agent={"script": ["sleep 1", SOLVE]}):
+        await stage.phase_began(Phase.AGENT, 1)
+        begun = [p for p in await stage.events(RolloutPhase) if p.phase is Phase.QUEUE]
+        assert await stage.bus.claim(begun[0]), "sent again by its own runner"
+        assert not await stage.bus.claim(msgspec.structs.replace(begun[0], node="another"))
+        assert (await stage.verified()).attempt == attempt
 
 
 async def test_s15_no_queue_clock_runs_while_the_run_is_down(stage: Stage) -> None:
