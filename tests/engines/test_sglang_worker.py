@@ -34,7 +34,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return dense(tmp_path_factory.mktemp("dense"))
 
 
-def context(bus: Bus, folder: Path, oracle: Oracle, fault: str = "", **engine: Any) -> WorkerContext:
+def context(bus: Bus, folder: Path, oracle: Oracle, fault: str = "", push_timeout: float = 10.0, **engine: Any) -> WorkerContext:
     """A recipe whose SGLang is the stand-in, with the fault that it is to have."""
     (folder / "logs").mkdir(exist_ok=True)
     python = folder / "python"
@@ -47,7 +47,7 @@ def context(bus: Bus, folder: Path, oracle: Oracle, fault: str = "", **engine: A
         "policy": {"path": str(oracle.folder)},
         "sampling": {"context": 128, "max_new_tokens": 16},
         "engine": {"kind": "sglang", "lease_seconds": 1.0, "sglang": server, **engine},
-        "push": {"timeout": 10.0, "call_timeout": 5.0},
+        "push": {"timeout": push_timeout, "call_timeout": push_timeout / 2},
     }
     return WorkerContext(
         kind="engine",
@@ -127,9 +127,9 @@ async def test_a_server_that_ends_ends_its_worker_and_says_how(
 
 
 async def test_case35_a_silent_server_is_ended(bus: Bus, tmp_path: Path, oracle: Oracle, caplog: pytest.LogCaptureFixture) -> None:
-    async with started(context(bus, tmp_path, oracle), caplog) as it:
+    async with started(context(bus, tmp_path, oracle, push_timeout=4.0), caplog) as it:
         os.killpg(it.server, signal.SIGSTOP)
-        with pytest.raises(EngineError, match="silent for 10 s") as error:
+        with pytest.raises(EngineError, match="silent for 4 s") as error:
             await asyncio.wait_for(it.task, 60)
         assert error.value.cause is Cause.TIMEOUT and not it.serving
 

@@ -217,6 +217,7 @@ async def test_a_trainer_that_dies_mid_broadcast_costs_the_push_alone(oracle: Or
         assert (status, "Failed to receive weights" in body["message"]) == (400, True)
         assert (await client.post("/end_weight_update"))[0] == 400
         assert await held(client) == checksum_of(oracle.named().items())
+        client.engine.groups.timeout = 30.0
         await sender.join("push")
         assert (await sender.push(other.named(), "1"))[0] == 200
 
