@@ -9,7 +9,7 @@ import pytest
 from rl360.agents import qualify
 from rl360.agents.qualify import qualify_all
 from rl360.agents.tasks import TaskError
-from rl360.config import Config
+from rl360.config import Config, parse
 from tests.agents.harbor import make_task
 
 WRITE = "> /logs/verifier/reward.txt\n"
@@ -43,8 +43,10 @@ def test_a_task_whose_reward_says_nothing_is_refused(tmp_path: Path, test: str, 
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
 
-def test_the_oracle_sees_its_own_files_and_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bwrap", "subprocess"])
+def test_the_oracle_sees_its_own_files_and_environment(tmp_path: Path, kind: str) -> None:
     toml = '[solution.env]\nANSWER = "42"\n'
-    task = make_task(tmp_path / "t", toml=toml, solution='[ -e /solution/solve.sh ] && echo "$ANSWER" > /app/answer.txt\n')
-    (result,) = qualify_all([task], sandboxes=tmp_path / "sandboxes", cache=tmp_path / "cache", config=Config())
+    task = make_task(tmp_path / "t", toml=toml, solution='[ -e /solution/solve.sh ] && cd /app && echo "$ANSWER" > answer.txt\n')
+    config = parse({"sandbox": {"kind": kind}})
+    (result,) = qualify_all([task], sandboxes=tmp_path / "sandboxes", cache=tmp_path / "cache", config=config)
     assert result.oracle == 1.0

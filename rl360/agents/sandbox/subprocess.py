@@ -1,7 +1,7 @@
 """Plain processes of this user, for machines without namespaces, and only when asked for by name. It isolates nothing.
 
 The paths of a task (/app, /tests, /logs, /solution) don't exist here: they are rewritten in commands and in copies of
-the tests, as text. The agent's processes are found by a variable in their environment, which an agent can clear.
+the tests and of the oracle, as text. The agent's processes are found by a variable in their environment, which an agent can clear.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class SubprocessSandbox:
         self.root = lease.folder / name
         self.workdir = self.root / "app"
         self._read_only = read_only or {}
+        self._places = {workdir: self.workdir, "/logs": self.root / "logs"}
         self._killed = threading.Event()
 
     def start(self) -> None:
@@ -55,12 +56,12 @@ class SubprocessSandbox:
                 self.workdir.mkdir()
             else:
                 shutil.copytree(self._files, self.workdir, symlinks=True)
+            self._places = _copied(self._read_only, self.root / "read_only", self._places)
 
     def exec(self, command: str, timeout: float, env: Mapping[str, str] | None = None) -> ExecResult:
         if self._killed.is_set():
             raise InfraError(Boundary.SANDBOX, Cause.CANCELLED, "the sandbox was killed by its runner")
-        places = {self._inside: self.workdir, "/logs": self.root / "logs", **self._read_only}
-        return self._run(["/bin/bash", "-c", _rewritten(command, places), "bash"], {**self._env, **(env or {})}, timeout)
+        return self._run(["/bin/bash", "-c", _rewritten(command, self._places), "bash"], {**self._env, **(env or {})}, timeout)
 
     def listen(self) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -72,14 +73,7 @@ class SubprocessSandbox:
 
     def run_sealed(self, run: Sealed, timeout: float) -> ExecResult:
         with boundary(Boundary.SANDBOX):
-            copies = self.root / "sealed"
-            places = {self._inside: self.workdir, **run.writable}
-            for number, (inside, folder) in enumerate(run.read_only.items()):
-                places[inside] = copies / str(number)
-                shutil.copytree(folder, places[inside], symlinks=True)
-            for file in copies.rglob("*"):
-                if file.is_file() and not file.is_symlink():
-                    _rewrite(file, places)
+            places = _copied(run.read_only, self.root / "sealed", {self._inside: self.workdir, **run.writable})
             argv = [_rewritten(word, places) for word in run.argv]
             try:
                 return self._run(argv, run.env, timeout)
@@ -135,6 +129,18 @@ def _rewritten(command: str, places: Mapping[str, Path]) -> str:
         host = str(places[inside])
         command = re.sub(rf"(?<![\w./-]){re.escape(inside)}(?![\w.-])", lambda _, to=host: to, command)
     return command
+
+
+def _copied(folders: Mapping[str, Path], into: Path, places: Mapping[str, Path]) -> dict[str, Path]:
+    """Copy `folders` {path inside: folder} below `into` and rewrite what they say; `places` with the copies' places."""
+    copies = {inside: into / str(number) for number, inside in enumerate(folders)}
+    places = {**places, **copies}
+    for inside, copy in copies.items():
+        shutil.copytree(folders[inside], copy, symlinks=True)
+        for file in copy.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                _rewrite(file, places)
+    return places
 
 
 def _rewrite(file: Path, places: Mapping[str, Path]) -> None:
