@@ -98,11 +98,19 @@ class Qwen3(nn.Module):
                 nn.init.normal_(parameter, std=shape.embedding_std if embedding else shape.init_std, generator=generator)
 
     def forward(self, ids_bt: Tensor) -> Tensor:
+        return self.logits(self.hidden(ids_bt))
+
+    def hidden(self, ids_bt: Tensor) -> Tensor:
+        """What the last layer gives out, [b, t, hidden]."""
         t = ids_bt.shape[1]
         x = self.model.embed_tokens(ids_bt)
         for layer in self.model.layers:
             x = layer(x, self.cos[:t], self.sin[:t])
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> logits [..., vocabulary]."""
+        return F.linear(self.model.norm(hidden), self.model.embed_tokens.weight)
 
 
 def _rope(s: Shape) -> tuple[Tensor, Tensor]:
