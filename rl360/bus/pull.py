@@ -49,7 +49,7 @@ class Pull:
             f"{self._inbox}.*", cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0
         )
         self._heard = self._loop.time()
-        self._reconnects = reconnects(self._client)
+        self._reconnects: int = reconnects(self._client)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

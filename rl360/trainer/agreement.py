@@ -17,21 +17,26 @@ from rl360.trainer.batch import PackedBatch
 
 @dataclass
 class Agreement:
-    """|Δ log p| over compared tokens: their number, sum and maximum. Add up over microbatches and ranks."""
+    """Over compared tokens: their number, |Δ log p|'s sum and maximum, and the KL's sum. Add up over microbatches and ranks.
+
+    `kl` is of the sampler's distribution to the trainer's, by the estimate exp(d) - 1 - d ≥ 0 of each token, d its Δ log p.
+    """
 
     tokens: float = 0.0
     total: float = 0.0
     maximum: float = 0.0
+    kl: float = 0.0
 
     def add(self, logprobs: Tensor, batch: PackedBatch, versions: Iterable[int]) -> None:
         """Compare the targets that one of `versions` sampled; `logprobs` [T] are under the version of each."""
         wanted = torch.tensor(sorted(versions), dtype=batch.versions.dtype, device=batch.versions.device)
         compared = batch.mask & torch.isin(batch.versions, wanted)
-        gap = (logprobs.detach() - batch.sampler_logprobs)[compared].abs().double()
+        gap = (logprobs.detach() - batch.sampler_logprobs)[compared].double()
         if len(gap):
             self.tokens += len(gap)
-            self.total += gap.sum().item()
-            self.maximum = max(self.maximum, gap.max().item())
+            self.total += gap.abs().sum().item()
+            self.maximum = max(self.maximum, gap.abs().max().item())
+            self.kl += (gap.expm1() - gap).sum().item()
 
     def add_all(self, logprobs: Sequence[Tensor], batches: Sequence[PackedBatch], versions: Iterable[int]) -> None:
         """`add` for each microbatch."""
@@ -43,10 +48,11 @@ class Agreement:
         self.tokens += other.tokens
         self.total += other.total
         self.maximum = max(self.maximum, other.maximum)
+        self.kl += other.kl
 
     @property
     def sums(self) -> dict[str, float]:
-        return {"agree/tokens": self.tokens, "agree/total": self.total}
+        return {"agree/tokens": self.tokens, "agree/total": self.total, "agree/kl": self.kl}
 
     @property
     def mean(self) -> float | None:

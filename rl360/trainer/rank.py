@@ -220,7 +220,7 @@ def _answer(
         *([_Part(result.sums, result.maxima), _Part(agreement.sums, {"agree": agreement.maximum}), stale.part] if scores else []),
     ]
     sums, maxima = _reduced(own)
-    compared, total, worst = sums.pop("agree/tokens"), sums.pop("agree/total"), maxima.pop("agree")
+    compared, total, kl, worst = sums.pop("agree/tokens"), sums.pop("agree/total"), sums.pop("agree/kl"), maxima.pop("agree")
     lag, oldest = sums.pop("stale"), maxima.pop("stale")
     replayed, differ = sums.pop("choices/rows"), sums.pop("choices/differ")
     metrics = {
@@ -231,7 +231,7 @@ def _answer(
         "logp/delta_n": compared,
     }
     if compared:
-        metrics |= {"logp/delta_mean": total / compared, "logp/delta_max": worst}
+        metrics |= {"logp/delta_mean": total / compared, "logp/delta_max": worst, "logp/kl": kl / compared}
     if replayed:  # rows of a token in a layer whose router would have chosen other experts than the sampler's
         metrics |= {"routing/differ_rate": differ / replayed, "routing/replayed_n": replayed}
     loss = sums["loss"] / divisor

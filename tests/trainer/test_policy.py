@@ -99,7 +99,12 @@ def test_metrics_name_the_agreement_of_trainer_and_sampler(dense_folder, groups)
     policy.load_hf(dense_folder)
     result = policy.step([own_batch], divisor, version=4)
     assert result.agreement.tokens == batch.mask.sum()
-    assert result.agreement.maximum < 1e-5
+    assert result.agreement.maximum < 1e-5 and result.agreement.kl / result.agreement.tokens < 1e-9
+    off = PackedBatch(**{**vars(batch), "sampler_logprobs": own + 0.1})
+    agreement = policy.step([off], divisor, version=5, old_logprobs=None).agreement
+    assert agreement.mean is None
+    agreement.add(own, off, [4])
+    assert agreement.kl / agreement.tokens == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-4)
     metrics = merge_sums(result.sums, result.maxima)
     assert metrics["train/tis"] == pytest.approx(1, abs=1e-5)
     assert 0 < metrics["train/entropy"] < math.log(96)
