@@ -1,7 +1,8 @@
 """A mixture-of-experts policy made of a dense one: each expert starts as the dense MLP, and is moved a little by noise.
 
 With the gates of the chosen experts adding up to 1, equal experts compute what the dense MLP did, whatever the router chooses: so the new
-policy starts at the dense one's reward, but for the noise, which lets experts part. The first layer stays dense, as in the large models.
+policy starts at the dense one's reward, but for the noise, which lets experts part. As in the large models the first layer stays dense,
+and the output matrix is not the embedding: SGLang ties none of Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors.torch import save as safetensors
 from torch import Tensor
 
 WEIGHTS: Final = "model.safetensors"
+_OUTPUT: Final = "lm_head.weight"
 _MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -64,12 +66,15 @@ def _settings(dense: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
     }
 
 
 def _tensors(dense: dict[str, Tensor], layers: range, recipe: Recipe, draws: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     replaced = {f"model.layers.{i}.mlp.{part}.weight" for i in layers for part in _MLP}
     yield from ((name, tensor) for name, tensor in sorted(dense.items()) if name not in replaced)
+    if _OUTPUT not in dense:
+        yield _OUTPUT, dense["model.embed_tokens.weight"].clone()
     for i in layers:
         mlp = f"model.layers.{i}.mlp"
         hidden = dense[f"{mlp}.gate_proj.weight"].shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -142,6 +143,15 @@ async def test_a_fenced_generation_takes_its_server_with_it(
         with pytest.raises(Fenced, match="missed the push of version 3"):
             await asyncio.wait_for(it.task, 20)
         assert not it.serving
+
+
+async def test_case23_a_policy_that_sglang_would_serve_from_unwritten_memory_is_refused(bus: Bus, tmp_path: Path) -> None:
+    tied = moe(tmp_path / "moe")
+    path = tied.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(EngineError, match="tie_word_embeddings") as error:
+        await asyncio.wait_for(worker.main(context(bus, tmp_path, tied)), DEADLINE)
+    assert error.value.cause is Cause.REFUSED
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rl360.bus.events import Boundary, Cause
+from rl360.engines.client import EngineError
+
 SMALL: Final = 64 * 1024 * 1024
 """Bytes of a policy that is compared with a server's checksums wholly when it starts. Of a larger one, what no rank cuts is enough:
 it shows that the hash is the one that is known, and every push proves the rest."""
+
+
+def refuse_unservable(folder: Path, generation: str) -> None:
+    """Raise EngineError (REFUSED) for a policy that SGLang would serve with weights that nobody gave it.
+
+    Its Qwen3-MoE has an output matrix of its own, which stays unwritten where the embedding is to serve as one (0.5.17, 0.5.23).
+    """
+    settings = json.loads((folder / "config.json").read_text())
+    if settings.get("model_type") == "qwen3_moe" and settings.get("tie_word_embeddings"):
+        detail = (
+            f"{folder / 'config.json'}: tie_word_embeddings: SGLang does not tie Qwen3-MoE's output matrix, and would answer from "
+            "unwritten memory; store the embedding once more as lm_head.weight and set tie_word_embeddings to false"
+        )
+        raise EngineError(Boundary.ENGINE, Cause.REFUSED, detail, generation=generation)
 
 
 class Checkpoint(Mapping[str, Tensor]):

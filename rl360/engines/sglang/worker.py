@@ -16,6 +16,7 @@ from rl360.bus.worker import WorkerContext
 from rl360.engines.client import EngineClient
 from rl360.engines.generation import first_of, live, named, seed_of
 from rl360.engines.probe import Probe
+from rl360.engines.sglang.checkpoint import refuse_unservable
 from rl360.engines.sglang.command import ENVIRONMENT, UNPUSHED, command
 from rl360.engines.sglang.server import Server, free_port
 
@@ -28,6 +29,7 @@ _GOODBYE: Final = 5.0  # seconds that a server gets to end by itself
 async def main(ctx: WorkerContext) -> None:
     """Serve until `ctx.stop`. Raises EngineError (the server failed, or lacks a capability) or Fenced."""
     config, generation = ctx.config, named(ctx)
+    refuse_unservable(config.policy.folder, generation)
     host = config.engine.sglang.host
     port, seed = free_port(host), seed_of(config.run.seed, generation)
     line = command(config, index=ctx.index, port=port, seed=seed, python=sys.executable)
