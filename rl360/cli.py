@@ -56,6 +56,16 @@ def build_parser() -> argparse.ArgumentParser:
     worker.add_argument("--journal", default="", metavar="NAME", help="work on a copied step (replay --into) instead of the run")
     worker.set_defaults(command=_worker)
 
+    chaos = sub.add_parser("chaos", help="kill parts of short runs at seeded moments, and check that nothing is lost or done twice")
+    chaos.add_argument("recipe", type=Path, help="a small recipe, e.g. recipes/chaos.toml")
+    chaos.add_argument("--kills", type=int, default=50)
+    chaos.add_argument("--seed", type=int, default=0)
+    chaos.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="new folder for the runs (default: runs/chaos)")
+    chaos.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    chaos.add_argument("--keep", action="store_true", help="keep the folders of runs without a problem")
+    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report, every kill included, to FILE")
+    chaos.set_defaults(command=_chaos)
+
     doctor = sub.add_parser("doctor", help="check this machine")
     doctor.set_defaults(command=_doctor)
 
@@ -175,6 +185,12 @@ def _worker(args: argparse.Namespace) -> int:
         return 2
     run_worker(args.kind, args.index, args.dir, args.journal)
     return 0
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from rl360.launch.chaos import chaos
+
+    return chaos(args.recipe, tuple(args.overrides), args.dir, kills=args.kills, seed=args.seed, keep=args.keep, out=args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """A mixture-of-experts policy made of a dense one: each expert starts as the dense MLP, and is moved a little by noise.
 
 With the gates of the chosen experts adding up to 1, equal experts compute what the dense MLP did, whatever the router chooses: so the new
-policy starts at the dense one's reward, but for the noise, which lets experts part. As in the large models the first layer stays dense,
-and the output matrix is not the embedding: SGLang ties none of Qwen3-MoE.
+policy starts at the dense one's reward, but for the noise, which lets experts part. As in the large models every layer has experts,
+and the output matrix is not the embedding: SGLang knows no other Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def upcycle(source: Path, out: Path, recipe: Recipe, seed: int) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in (WEIGHTS, "config.json"):
             shutil.copyfile(path, out / path.name)
-    tensors = dict(_tensors(dense, range(1, layers), recipe, torch.Generator().manual_seed(seed)))
+    tensors = dict(_tensors(dense, range(layers), recipe, torch.Generator().manual_seed(seed)))
     (out / WEIGHTS).write_bytes(safetensors(tensors, metadata={"format": "pt"}))
     origin = {"policy": blake3.blake3((source / WEIGHTS).read_bytes()).hexdigest(), "seed": seed, "noise": recipe.noise}
     (out / "config.json").write_text(json.dumps(_settings(settings, recipe) | {"upcycled_from": origin}, indent=2) + "\n")
@@ -65,7 +65,7 @@ def _settings(dense: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         "moe_intermediate_size": dense["intermediate_size"],
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [0],
+        "mlp_only_layers": [],
         "tie_word_embeddings": False,
     }
 

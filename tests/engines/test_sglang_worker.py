@@ -145,12 +145,15 @@ async def test_a_fenced_generation_takes_its_server_with_it(
         assert not it.serving
 
 
-async def test_case23_a_policy_that_sglang_would_serve_from_unwritten_memory_is_refused(bus: Bus, tmp_path: Path) -> None:
-    tied = moe(tmp_path / "moe")
-    path = tied.folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
-    with pytest.raises(EngineError, match="tie_word_embeddings") as error:
-        await asyncio.wait_for(worker.main(context(bus, tmp_path, tied)), DEADLINE)
+@pytest.mark.parametrize(("key", "value"), [("tie_word_embeddings", True), ("mlp_only_layers", [0])])
+async def test_case23_a_policy_that_sglang_would_serve_from_unwritten_memory_is_refused(
+    bus: Bus, tmp_path: Path, key: str, value: object
+) -> None:
+    policy = moe(tmp_path / "moe", dense=())
+    path = policy.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(EngineError, match=f"config.json: {key} = ") as error:
+        await asyncio.wait_for(worker.main(context(bus, tmp_path, policy)), DEADLINE)
     assert error.value.cause is Cause.REFUSED
 
 
@@ -173,7 +176,7 @@ async def test_a_server_that_does_not_come_up_fails_the_start_with_the_end_of_it
     [("silent_echo", "tokens and log-probs"), ("no_rows", "routed experts"), ("other_layout", "weight checksums")],
 )
 async def test_case23_a_missing_capability_is_named_before_the_engine_joins(bus: Bus, tmp_path: Path, fault: str, capability: str) -> None:
-    oracle = moe(tmp_path / "moe")
+    oracle = moe(tmp_path / "moe", dense=())
     with pytest.raises(MissingCapability, match=capability) as error:
         await asyncio.wait_for(worker.main(context(bus, tmp_path, oracle, fault, routed_experts=True)), DEADLINE)
     assert error.value.capability == capability

@@ -72,10 +72,10 @@ def dense(folder: Path, seed: int = 0, *, tied: bool = True) -> Oracle:
     return _saved(Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=tied)), folder)
 
 
-def moe(folder: Path, seed: int = 0) -> Oracle:
-    """The first layer is dense, the second has experts; like all of the kind, it has an output matrix of its own."""
+def moe(folder: Path, seed: int = 0, *, dense: tuple[int, ...] = (0,)) -> Oracle:
+    """Two layers, those in `dense` without experts; like all of the kind, it has an output matrix of its own."""
     torch.manual_seed(seed)
-    return _saved(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, tie_word_embeddings=False, mlp_only_layers=[0])), folder)
+    return _saved(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, tie_word_embeddings=False, mlp_only_layers=list(dense))), folder)
 
 
 def _saved(model: Any, folder: Path) -> Oracle:

@@ -20,18 +20,22 @@ SMALL: Final = 64 * 1024 * 1024
 it shows that the hash is the one that is known, and every push proves the rest."""
 
 
-def refuse_unservable(folder: Path, generation: str) -> None:
-    """Raise EngineError (REFUSED) for a policy that SGLang would serve with weights that nobody gave it.
+_NO_MOE: Final = {
+    "tie_word_embeddings": "has an output matrix of its own: store the embedding once more as lm_head.weight and set it to false",
+    "mlp_only_layers": "has experts in every layer: it must be empty",
+}
+"""What Qwen3-MoE's config.json can say and SGLang (0.5.17, 0.5.23) doesn't hear."""
 
-    Its Qwen3-MoE has an output matrix of its own, which stays unwritten where the embedding is to serve as one (0.5.17, 0.5.23).
-    """
+
+def refuse_unservable(folder: Path, generation: str) -> None:
+    """Raise EngineError (REFUSED) for a policy that SGLang would serve in part from memory that nobody has written."""
     settings = json.loads((folder / "config.json").read_text())
-    if settings.get("model_type") == "qwen3_moe" and settings.get("tie_word_embeddings"):
-        detail = (
-            f"{folder / 'config.json'}: tie_word_embeddings: SGLang does not tie Qwen3-MoE's output matrix, and would answer from "
-            "unwritten memory; store the embedding once more as lm_head.weight and set tie_word_embeddings to false"
-        )
-        raise EngineError(Boundary.ENGINE, Cause.REFUSED, detail, generation=generation)
+    if settings.get("model_type") != "qwen3_moe":
+        return
+    for key, remedy in _NO_MOE.items():
+        if settings.get(key):
+            detail = f"{folder / 'config.json'}: {key} = {settings[key]}: SGLang's Qwen3-MoE {remedy}"
+            raise EngineError(Boundary.ENGINE, Cause.REFUSED, detail, generation=generation)
 
 
 class Checkpoint(Mapping[str, Tensor]):
