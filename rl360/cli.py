@@ -188,7 +188,7 @@ def _worker(args: argparse.Namespace) -> int:
 
 
 def _chaos(args: argparse.Namespace) -> int:
-    from rl360.launch.chaos import chaos
+    from rl360.launch.chaos.harness import chaos
 
     return chaos(args.recipe, tuple(args.overrides), args.dir, kills=args.kills, seed=args.seed, keep=args.keep, out=args.json)
 

@@ -26,6 +26,7 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
         (["worker", "filter", "--dir", "nowhere"], "not the folder of a run"),
         (["audit", "nowhere"], "not the folder of a run"),
         (["trace", "nowhere", "t0-g000-a0"], "not the folder of a run"),
+        (["chaos", RECIPE, "--dir", "/etc"], "/etc is not empty"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
