@@ -1,4 +1,4 @@
-# VENV chooses the environment; ARGS go to `rl360 run`.
+# VENV chooses the environment; ARGS go to `rl360 run` (make run) or to pytest (make test).
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
@@ -26,7 +26,7 @@ run: setup
 	$(VENV)/bin/rl360 run $(RECIPE) $(ARGS)
 
 test:
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests $(ARGS)
 
 fast:
 	$(PY) -m pytest tests -m 'not slow'
