@@ -66,6 +66,20 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report, every kill included, to FILE")
     chaos.set_defaults(command=_chaos)
 
+    push = sub.add_parser("push", help="plan a weight push on paper")
+    plan = push.add_subparsers(title="push commands", metavar="COMMAND", required=True).add_parser(
+        "plan", help="calls and bytes of both paths, from the shape of a recipe's policy"
+    )
+    plan.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/moe-375b.toml")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    plan.add_argument(
+        "--broadcast-rate", type=float, metavar="GB/S", help="that a broadcast over all GPUs takes in; with it, seconds are told"
+    )
+    plan.add_argument("--direct-rate", type=float, metavar="GB/S", help="between one trainer rank and one GPU (default: the broadcast's)")
+    plan.add_argument("--call-seconds", type=float, default=0.0, metavar="S", help="of one update call, beside its bytes")
+    plan.add_argument("--json", action="store_true", dest="as_json")
+    plan.set_defaults(command=_push_plan)
+
     doctor = sub.add_parser("doctor", help="check this machine")
     doctor.set_defaults(command=_doctor)
 
@@ -191,6 +205,17 @@ def _chaos(args: argparse.Namespace) -> int:
     from rl360.launch.chaos.harness import chaos
 
     return chaos(args.recipe, tuple(args.overrides), args.dir, kills=args.kills, seed=args.seed, keep=args.keep, out=args.json)
+
+
+def _push_plan(args: argparse.Namespace) -> int:
+    from rl360.engines.plan_cost import Rates
+    from rl360.launch.push_plan import push_plan
+
+    rates = None
+    if args.broadcast_rate:
+        direct = args.direct_rate or args.broadcast_rate
+        rates = Rates(broadcast=args.broadcast_rate * 1e9, direct=direct * 1e9, call=args.call_seconds)
+    return push_plan(args.recipe, tuple(args.overrides), rates, as_json=args.as_json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

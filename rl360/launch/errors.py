@@ -11,6 +11,7 @@ from rl360.extras import MissingExtra
 from rl360.journal.source import JournalError
 from rl360.launch.supervisor import RunFailed
 from rl360.trainer.checkpoints import CheckpointError
+from rl360.trainer.spec import ModelError
 
 
 def input_errors() -> tuple[type[Exception], ...]:
@@ -23,6 +24,7 @@ def input_errors() -> tuple[type[Exception], ...]:
         BlobError,
         TaskError,
         CheckpointError,
+        ModelError,
         FileExistsError,
         RunFailed,
     )

@@ -66,7 +66,9 @@ _RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method
 def _parallel(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """Stages have equally many layers, the last one fewer where they can't."""
     uneven = (
-        {} if spec.layers % layout.pp == 0 else {"num_layers_in_last_pipeline_stage": spec.layers - (layout.pp - 1) * _stage(spec, layout)}
+        {}
+        if spec.layers % layout.pp == 0
+        else {"num_layers_in_last_pipeline_stage": spec.layers - (layout.pp - 1) * spec.stage_layers(layout.pp)}
     )
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -80,13 +82,9 @@ def _parallel(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def _stage(spec: ModelSpec, layout: Layout) -> int:
-    return -(-spec.layers // layout.pp)
-
-
 def own_layers(spec: ModelSpec, layout: Layout) -> range:
     """Layers of this rank's stage."""
-    size = _stage(spec, layout)
+    size = spec.stage_layers(layout.pp)
     return range(layout.pp_rank * size, min((layout.pp_rank + 1) * size, spec.layers))
 
 
@@ -100,7 +98,7 @@ def _check(spec: ModelSpec, layout: Layout) -> None:
         refuse("tp", f"{layout.tp} doesn't divide the vocabulary ({spec.vocab})")
     if spec.groups % (layout.tp * layout.cp):
         refuse("cp" if layout.cp > 1 else "tp", f"tp x cp = {layout.tp * layout.cp} doesn't divide the {spec.groups} key and value heads")
-    if spec.layers <= (layout.pp - 1) * _stage(spec, layout):
+    if spec.layers <= (layout.pp - 1) * spec.stage_layers(layout.pp):
         refuse("pp", f"{spec.layers} layers leave nothing for the last of {layout.pp} stages")
     if layout.ep > 1 and (spec.experts is None or spec.experts.count % layout.ep):
         refuse("ep", f"{layout.ep} doesn't divide the {spec.experts.count if spec.experts else 0} experts")

@@ -54,6 +54,10 @@ class ModelSpec:
     qk_norm: bool = True  # queries and keys are normed, a head at a time
     norm_groups: int = 1  # parts of the hidden state that are normed each by itself
 
+    def stage_layers(self, stages: int) -> int:
+        """Layers of a pipeline stage; the last one has what is left."""
+        return -(-self.layers // stages)
+
     @staticmethod
     def read(folder: Path) -> ModelSpec:
         """Read `config.json` of a folder in HF layout. Raises ModelError."""

@@ -26,6 +26,7 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
         (["worker", "filter", "--dir", "nowhere"], "not the folder of a run"),
         (["audit", "nowhere"], "not the folder of a run"),
         (["trace", "nowhere", "t0-g000-a0"], "not the folder of a run"),
+        (["push", "plan", RECIPE, "--set", "policy.path=nowhere"], "nowhere/config.json"),
         (["chaos", RECIPE, "--dir", "/etc"], "/etc is not empty"),
     ],
 )
