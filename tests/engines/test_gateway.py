@@ -62,13 +62,14 @@ async def test_new_sessions_go_where_the_load_is_least(front: Any, echo: Any) ->
     a, b = await echo("a"), await echo("b")
     a.going.clear()
     await add(front, a, b)
-    held: list[asyncio.Task[Any]] = []
-    while not a.requests:
-        held.append(asyncio.create_task(front.generate(f"s{len(held)}")))
-        await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED, timeout=0.1)
+    arrived = asyncio.create_task(a.arrived.wait())
+    tries = 0
+    while not arrived.done():  # one session after the other, until "a" holds one: then "b" has no load
+        held, tries = asyncio.create_task(front.generate(f"s{tries}")), tries + 1
+        await asyncio.wait({held, arrived}, return_when=asyncio.FIRST_COMPLETED)
     assert {await front.engine_of(f"more{i}") for i in range(6)} == {"b"}
     a.going.set()
-    await asyncio.gather(*held)
+    await held
 
 
 async def test_a_paused_engine_is_not_evicted(front: Any, echo: Any) -> None:
