@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,19 +15,14 @@ import pytest
 from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from rl360.launch.rundir import free_ports
 
 
 class NatsServer:
     """A nats-server of a test: can be killed and started again at the same port over the same store."""
 
     def __init__(self, root: Path, run: str = "test") -> None:
-        self.port, self.monitor = free_port(), free_port()
+        self.port, self.monitor = free_ports(2)
         self.passwords = {name: secrets.token_hex(8) for name in (nats_server.ADMIN, *nats_server.PUBLISHES)}
         self.config = root / "nats.conf"
         self.log = root / "nats.log"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,12 +18,6 @@ from aiohttp import web
 from rl360.engines import gateway
 from rl360.engines.gateway import GatewayClient
 from rl360.launch.rundir import free_ports
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Smg:
@@ -58,7 +51,7 @@ class Echo:
     """An engine that answers `reply` and remembers what it was sent. `hold` keeps requests waiting, `die` drops them."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.port = name, free_port()
+        self.name, (self.port,) = name, free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.reply = b'{ "engine":"' + name.encode() + b'", "pi": 3.1400, "u":"\\u00e9" }'
         self.requests: list[tuple[bytes, dict[str, str]]] = []

@@ -17,11 +17,11 @@ from rl360.bus.client import Bus
 from rl360.bus.events import Event
 from rl360.bus.worker import Addresses, Secrets, WorkerContext
 from rl360.config import Config, Engine, Policy, Sampling, Sessions
+from rl360.launch.rundir import free_ports
 from rl360.sessions import worker
 from rl360.sessions.client import OpenSession, SessionClient
 from rl360.sessions.names import session_key
 from rl360.sessions.templates import Template, get_template, load_tokenizer
-from tests.conftest import free_port
 from tests.sessions.fake_engine import FakeEngine
 from tests.sessions.tokens import policy_folder
 
@@ -41,7 +41,7 @@ class Rig:
 
     def __init__(self, bus: Bus, engine: FakeEngine, http: aiohttp.ClientSession, folder: Path, model: dict[str, Any]) -> None:
         self.bus, self.engine, self.http = bus, engine, http
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
         self.config = Config(
             policy=Policy(path=str(policy_folder(folder / "policy", **model))),
             sampling=Sampling(max_new_tokens=64, context=512),

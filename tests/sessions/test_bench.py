@@ -29,3 +29,10 @@ def test_session() -> None:
     numbers = last_line("session.py", "--contexts", "300", "2000", "--turns", "3")
     assert numbers["cpu_ms_300"] > 0
     assert numbers["bytes_growth"] > 1
+
+
+def test_routing() -> None:
+    numbers = last_line("routing.py", "--tokens", "2000", "--turns", "6", "--prompt-tokens", "8000", "--attempts", "1")
+    assert numbers["full_vs_delta_replies"] > 4, "each row crosses the wire once"
+    assert numbers["full_vs_merged_bytes"] > 20
+    assert {"cpu_vs_json", "cpu_vs_orjson", "seconds_to_ready"} <= numbers.keys()
