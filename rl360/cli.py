@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("recipe", type=Path, help="a small recipe, e.g. recipes/chaos.toml")
     chaos.add_argument("--kills", type=int, default=50)
     chaos.add_argument("--seed", type=int, default=0)
+    chaos.add_argument("--only", default="", metavar="NAME", help="kill only what is called so, e.g. engine (default: everything)")
     chaos.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="new folder for the runs (default: runs/chaos)")
     chaos.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
     chaos.add_argument("--keep", action="store_true", help="keep the folders of runs without a problem")
@@ -204,7 +205,9 @@ def _worker(args: argparse.Namespace) -> int:
 def _chaos(args: argparse.Namespace) -> int:
     from rl360.launch.chaos.harness import chaos
 
-    return chaos(args.recipe, tuple(args.overrides), args.dir, kills=args.kills, seed=args.seed, keep=args.keep, out=args.json)
+    return chaos(
+        args.recipe, tuple(args.overrides), args.dir, kills=args.kills, seed=args.seed, only=args.only, keep=args.keep, out=args.json
+    )
 
 
 def _push_plan(args: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ def test_the_same_seed_strikes_the_same_and_every_kind_equally_often() -> None:
     single = [counts.pop(name) for name in plan.targets(Config())]
     assert max(single) - min(single) <= 1
     assert counts.keys() == {plan.WHOLE, plan.CRASH}
+    assert {b.target for b in itertools.islice(plan.blows(1, Config(), "session"), 50)} == {"session0"}
     assert {b.anchor for b in first} == {t.__name__ for t in plan.ANCHORS}
 
 

@@ -28,6 +28,7 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
         (["trace", "nowhere", "t0-g000-a0"], "not the folder of a run"),
         (["push", "plan", RECIPE, "--set", "policy.path=nowhere"], "nowhere/config.json"),
         (["chaos", RECIPE, "--dir", "/etc"], "/etc is not empty"),
+        (["chaos", RECIPE, "--only", "engin0"], "--only engin0: nothing of this recipe"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

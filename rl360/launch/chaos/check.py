@@ -24,6 +24,9 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     later_lives: int  # outcomes of a second or later life
     rewound: int
     restarts: int
+    pushes: int
+    failed_pushes: int  # results of engines that missed one
+    slowest_push: float  # seconds
 
     def wrong(self) -> dict[str, tuple[str, ...] | tuple[int, ...]]:
         """What of it must be empty and is not."""
@@ -37,6 +40,7 @@ def tally(records: Sequence[Recorded], steps: int) -> Tally:
     requested = {e.attempt for e in events if isinstance(e, ev.RolloutRequested)}
     outcomes = [e for e in events if isinstance(e, ev.VerifierResult | ev.InfraFailed)]
     counts = Counter(e.attempt for e in outcomes)
+    pushes = [e for e in events if isinstance(e, ev.WeightsPushed)]
     trained = Counter(e.step for e in events if isinstance(e, ev.StepTrained))
     return Tally(
         attempts=len(requested),
@@ -49,4 +53,7 @@ def tally(records: Sequence[Recorded], steps: int) -> Tally:
         later_lives=sum(ev.life_of(e.session) > 1 for e in outcomes),
         rewound=sum(isinstance(e, ev.JournalRewound) for e in events),
         restarts=sum(isinstance(e, ev.WorkerRestarted) for e in events),
+        pushes=len(pushes),
+        failed_pushes=sum(not r.ok for e in pushes for r in e.results),
+        slowest_push=max((e.seconds for e in pushes), default=0.0),
     )

@@ -53,7 +53,10 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         t = self.tally
-        said = f"{t.attempts} attempts, {len(t.lost)} lost, {len(t.double)} double, infra {t.infra or 0}, " if t else ""
+        said = ""
+        if t is not None:
+            said = f"{t.attempts} attempts, {len(t.lost)} lost, {len(t.double)} double, infra {t.infra or 0}, "
+            said += f"{t.pushes} pushes, {t.failed_pushes} engines missed one, the slowest took {t.slowest_push:.1f} s, "
         problems = "".join(f"\n      PROBLEM: {p}" for p in self.problems)
         return f"run {self.run} ({self.schedule}, seed {self.seed}): {self.blows} blows, {self.seconds:.0f} s, {said}" + (
             problems or "audit clean"
@@ -83,9 +86,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Chaos:
     """Strikes until `kills` blows fell, over as many runs as that takes; each run is let end by itself."""
 
-    def __init__(self, recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, seed: int, keep: bool) -> None:
+    def __init__(self, recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, seed: int, only: str, keep: bool) -> None:
+        self._only = only
         self._recipe, self._overrides, self._root, self._keep = recipe, overrides, root.absolute(), keep
-        self._config: Config = load(recipe, overrides)
+        self.config: Config = load(recipe, overrides)
         self._kills, self._seed = kills, seed
         self._started = time.monotonic()
         self._struck: list[Struck] = []
@@ -108,12 +112,12 @@ class Chaos:
         problems: list[str] = []
         try:
             await victim.start()
-            await self._strike_until_over(victim, number, blows(seed, self._config))
+            await self._strike_until_over(victim, number, blows(seed, self.config, self._only))
         except Stuck as e:
             problems.append(str(e))
         finally:
             await victim.end()
-        tally, found = await _checked(victim, self._config.run.steps)
+        tally, found = await _checked(victim, self.config.run.steps)
         problems += found
         if not problems and not self._keep:
             shutil.rmtree(victim.path)
@@ -177,11 +181,12 @@ async def _checked(victim: Victim, steps: int) -> tuple[check.Tally | None, list
     return tally, problems
 
 
-def chaos(recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, seed: int, keep: bool, out: Path | None) -> int:
+def chaos(recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, seed: int, only: str, keep: bool, out: Path | None) -> int:
     """Run it; 1 when there was a problem. Raises ConfigError for a recipe that can't run."""
     if root.exists() and any(root.iterdir()):
         raise ConfigError(f"{root} is not empty: name a new folder (--dir) for the runs that are to be killed")
-    work = Chaos(recipe, overrides, root, kills=kills, seed=seed, keep=keep)
+    work = Chaos(recipe, overrides, root, kills=kills, seed=seed, only=only, keep=keep)
+    next(blows(seed, work.config, only))  # refuses `only` before anything starts
     report = asyncio.run(work.run(lambda line: print(line, flush=True)))
     print(report)
     if out is not None:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from rl360.bus import events as ev
-from rl360.config import Config
+from rl360.config import Config, ConfigError
 from rl360.launch.kinds import workers_of
 
 WHOLE: Final = "whole run"
@@ -63,16 +63,21 @@ def targets(config: Config) -> list[str]:
     return [*(f"{kind}{index}" for kind, index in workers_of(config)), "gateway", "nats-server"]
 
 
-def blows(seed: int, config: Config) -> Iterator[Blow]:
-    """An endless sequence. Every target comes up equally often: they are dealt like cards, in a new order each round."""
+def blows(seed: int, config: Config, only: str = "") -> Iterator[Blow]:
+    """An endless sequence. Every target comes up equally often: they are dealt like cards, in a new order each round.
+
+    `only`: targets whose name begins so, and never the whole run. Raises ConfigError where there are none.
+    """
     draw = random.Random(f"chaos/{seed}")
     anchors = list(ANCHORS)
-    names = targets(config)
+    names = [name for name in targets(config) if name.startswith(only)]
+    if not names:
+        raise ConfigError(f"--only {only}: nothing of this recipe is called so; it has {', '.join(targets(config))}")
     deck: list[str] = []
     while True:
         if not deck:
             deck = draw.sample(names, len(names))
-        whole = draw.random() < _WHOLE_SHARE
+        whole = not only and draw.random() < _WHOLE_SHARE
         target = (CRASH if draw.random() < _CRASH_SHARE else WHOLE) if whole else deck.pop()
         anchor = draw.choice(anchors)
         yield Blow(target=target, anchor=anchor.__name__, nth=draw.randint(1, ANCHORS[anchor]), delay=draw.uniform(0, _DELAY))
