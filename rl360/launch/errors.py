@@ -25,6 +25,6 @@ def input_errors() -> tuple[type[Exception], ...]:
         TaskError,
         CheckpointError,
         ModelError,
-        FileExistsError,
+        OSError,  # names the file itself: unreadable, a folder, a full disk
         RunFailed,
     )

@@ -43,6 +43,14 @@ def test_bad_input_is_one_line_and_status_2(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+def test_a_file_that_can_not_be_read_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.json").mkdir()  # root may read anything but this
+    assert main(["audit", str(tmp_path)]) == 2
+    err = capsys.readouterr().err.strip()
+    assert str(tmp_path / "recipe.json") in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rl360.config import Config
     from rl360.launch.rundir import RunDir
