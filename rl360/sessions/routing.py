@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, Final, cast
 
 import msgspec
@@ -71,7 +72,7 @@ def shape_of(config: dict[str, Any], *, every_layer: bool = False) -> RoutingSha
 
 
 def decode(data: str, shape: RoutingShape) -> Rows:
-    """Rows of an engine's reply. Raises RoutingError for anything that isn't whole rows of known experts."""
+    """Rows of an engine's reply. Raises RoutingError for anything that isn't whole rows of known experts, each once in a layer."""
     try:
         raw = binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as e:
@@ -84,7 +85,20 @@ def decode(data: str, shape: RoutingShape) -> Rows:
         ids = ids[:, shape.moe]
     if ids.size and (ids.min() < 0 or ids.max() >= shape.experts):
         raise RoutingError(f"routed_experts names expert {ids.min()}..{ids.max()}: the policy has {shape.experts}")
-    return ids.astype("<u2") if shape.dtype == "uint16" else ids.astype("u1")
+    rows: Rows = ids.astype("<u2") if shape.dtype == "uint16" else ids.astype("u1")
+    if (twice := repeated(rows)).any():
+        row, layer = np.unravel_index(int(twice.argmax()), twice.shape)
+        raise RoutingError(f"routed_experts names an expert twice, in row {row}, MoE layer {layer}: {rows[row, layer].tolist()}")
+    return rows
+
+
+def repeated(rows: Rows) -> NDArray[np.bool_]:
+    """[rows, layers]: whether a layer names an expert twice."""
+    found = np.zeros(rows.shape[:2], np.bool_)
+    by_choice = np.ascontiguousarray(np.moveaxis(rows, 2, 0))
+    for a, b in combinations(by_choice, 2):
+        found |= a == b
+    return found
 
 
 def place(rows: Rows, *, tokens: int, held: int, stored: Stored) -> Delta:

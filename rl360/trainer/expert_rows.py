@@ -7,13 +7,12 @@ that is chosen twice or isn't there, and routes silently by other tokens' rows w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl360.bus.sample import Routing, Sample
-from rl360.sessions.routing import RoutingShape, Rows
+from rl360.sessions.routing import RoutingShape, Rows, repeated
 
 
 class ReplayError(ValueError):
@@ -40,7 +39,7 @@ def expert_rows(sample: Sample, routing: Routing | None, shape: RoutingShape) ->
         raise ReplayError(f"{name}: {routing.rows} rows in {len(routing.data)} bytes; {wanted} rows in {bytes_wanted} bytes are due")
     rows = routing.array
     _refuse(sample, rows >= shape.experts, f"names an expert that the policy lacks: it has {shape.experts}")
-    _refuse(sample, _repeated(rows), "names an expert twice in a layer")
+    _refuse(sample, repeated(rows), "names an expert twice in a layer")
     return rows
 
 
@@ -61,18 +60,10 @@ def pack_rows(
     return packed
 
 
-def _repeated(rows: Rows) -> NDArray[np.bool_]:
-    """[rows, layers, topk]: entry k is true when a later one of its row and layer is the same expert."""
-    found = np.zeros(rows.shape, np.bool_)
-    by_choice = np.ascontiguousarray(np.moveaxis(rows, 2, 0))
-    for a, b in combinations(range(rows.shape[2]), 2):
-        found[..., a] |= by_choice[a] == by_choice[b]
-    return found
-
-
 def _refuse(sample: Sample, wrong: NDArray[np.bool_], why: str) -> None:
+    """`wrong`: [rows, layers] or [rows, layers, topk]."""
     if wrong.any():
-        row, layer, _ = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        row, layer, *_ = np.unravel_index(int(wrong.argmax()), wrong.shape)
         raise ReplayError(f"{_place(sample, int(row))}, MoE layer {int(layer)}: {why}")
 
 

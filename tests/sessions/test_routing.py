@@ -53,6 +53,12 @@ def test_s10_rows_that_are_no_rows_are_refused(data: str, why: str) -> None:
         routing.decode(data, SHAPE)
 
 
+def test_s10_an_expert_that_is_named_twice_is_refused_with_its_place() -> None:
+    """megatron's dispatcher would crash on it, a step later and without a name."""
+    with pytest.raises(RoutingError, match=r"twice, in row 1, MoE layer 0: \[3, 3\]"):
+        routing.decode(b64([[[0, 1], [2, 3]], [[3, 3], [0, 1]]]), SHAPE)
+
+
 def test_s9_a_gap_is_refused_and_an_overlap_is_compared() -> None:
     rows = routing.decode(b64([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[1, 2], [3, 4]]]), SHAPE)
     with pytest.raises(RoutingError, match="rows start at 7, the session holds 5"):
