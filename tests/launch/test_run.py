@@ -126,19 +126,3 @@ async def test_interrupt_drains_and_resume_goes_on(tmp_path: Path) -> None:
     async with running(path, "--resume", str(path), overrides=()) as resumed:
         assert await resumed.ended(200) == 0, resumed.output.decode()
     await whole(path, 3)
-
-
-async def test_killed_whole_run_resumes(tmp_path: Path) -> None:
-    import os
-    import signal
-
-    path = tmp_path / "run"
-    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=3")) as run:
-        async with run.bus() as bus, bus.reader(types=[ev.VerifierResult]) as reader:
-            while (record := await reader.next(60)) and record.event.step < 1:
-                pass
-        os.killpg(run.process.pid, signal.SIGKILL)
-        await run.ended(30)
-    async with running(path, "--resume", str(path), overrides=()) as resumed:
-        assert await resumed.ended(200) == 0, resumed.output.decode()
-    await whole(path, 3)
