@@ -33,6 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .svg or .png")
+    return Path(text)
+
+
+def _journal_name(text: str) -> str:
+    from rl360.bus.subjects import check_run_name
+
+    try:
+        return check_run_name(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(prog="rl360", description=__doc__)
@@ -58,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     chaos = sub.add_parser("chaos", help="kill parts of short runs at seeded moments, and check that nothing is lost or done twice")
     chaos.add_argument("recipe", type=Path, help="a small recipe, e.g. recipes/chaos.toml")
-    chaos.add_argument("--kills", type=int, default=50)
+    chaos.add_argument("--kills", type=_count, default=50)
     chaos.add_argument("--seed", type=int, default=0)
     chaos.add_argument("--only", default="", metavar="NAME", help="kill only what is called so, e.g. engine (default: everything)")
     chaos.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="new folder for the runs (default: runs/chaos)")
@@ -104,10 +125,10 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one rule")
     replay.add_argument("--gradient", action="store_true", help="measure the real gradient, from the step's checkpoint")
     replay.add_argument("--json", action="store_true")
-    replay.add_argument("--into", metavar="NAME", help="copy the step into a journal of its own, for live workers")
+    replay.add_argument("--into", type=_journal_name, metavar="NAME", help="copy the step into a journal of its own, for live workers")
     replay.add_argument("--before", default="", choices=("", "merger", "filter", "trainer", "scheduler"), help="leave out what they say")
     replay.add_argument("--journal", default="", metavar="NAME", help="of a copy that --into made")
-    replay.add_argument("--picture", type=Path, metavar="FILE", help="draw what both sets of rules log, over all steps (.svg or .png)")
+    replay.add_argument("--picture", type=_picture, metavar="FILE", help="draw what both sets of rules log, over all steps (.svg or .png)")
     replay.set_defaults(command=_replay)
 
     _journal_parser(sub.add_parser("journal", help="look into a run's journal, carry it in one file, keep it within bounds"))
@@ -120,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     summary = sub.add_parser("summary", help="summary and reward picture of a run")
     summary.add_argument("dir", type=Path, nargs="+", help="folders of runs; several are drawn in one picture")
-    summary.add_argument("--picture", type=Path, help="where to draw (.svg or .png; default: DIR/reward.svg)")
+    summary.add_argument("--picture", type=_picture, help="where to draw (.svg or .png; default: DIR/reward.svg)")
     summary.set_defaults(command=_summary)
 
     export = sub.add_parser("export", help="write a checkpoint in Hugging Face layout")
@@ -148,7 +169,7 @@ def _journal_parser(journal: argparse.ArgumentParser) -> None:
 
     tail = sub.add_parser("tail", help="the last events, one a line")
     tail.add_argument("dir", type=Path)
-    tail.add_argument("--lines", type=int, default=20, metavar="N")
+    tail.add_argument("--lines", type=_count, default=20, metavar="N")
     tail.add_argument("--follow", action="store_true", help="go on with what a running run publishes")
     tail.add_argument("--type", action="append", default=[], metavar="T", dest="types")
     tail.add_argument("--step", type=int)

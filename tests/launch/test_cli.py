@@ -43,6 +43,24 @@ def test_bad_input_is_one_line_and_status_2(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["replay", "run", "--step", "1", "--into", "../../x"], "run name '../../x'"),
+        (["replay", "run", "--picture", "x.bmp"], "must end in .svg or .png"),
+        (["summary", "run", "--picture", "x.xyz"], "must end in .svg or .png"),
+        (["journal", "tail", "run", "--lines", "-5"], "is no number from 1 on"),
+        (["chaos", RECIPE, "--kills", "0"], "is no number from 1 on"),
+    ],
+)
+def test_an_option_that_can_not_be_is_refused_by_name(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert says in err.splitlines()[-1] and "Traceback" not in err
+
+
 def test_a_file_that_can_not_be_read_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.json").mkdir()  # root may read anything but this
     assert main(["audit", str(tmp_path)]) == 2
