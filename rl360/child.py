@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,11 @@ _PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with_parent() -> None:
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when `parent`, which started it, ends; at once when it ended before this was asked for."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 class Child:
@@ -47,7 +51,7 @@ class Child:
                 stderr=log,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with, os.getpid()),
             )
 
     async def wait(self) -> int:

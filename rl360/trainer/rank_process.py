@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
+from rl360.child import die_with
 
 
 def main(meeting: Path, parent: int, rank: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # rank 0 was gone before this process had asked
+    die_with(parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     from rl360.trainer.distributed import rank_main
 
