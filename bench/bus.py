@@ -25,7 +25,7 @@ from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.bus.codec import encode
 from rl360.child import Child
-from rl360.launch.rundir import free_ports
+from rl360.ports import free_ports
 
 RUN = "bench"
 

@@ -32,7 +32,7 @@ from rl360.bus.client import Bus, BusAddress
 from rl360.bus.worker import Addresses, Secrets, WorkerContext
 from rl360.child import Child
 from rl360.config import Config, Sampling
-from rl360.launch.rundir import free_ports
+from rl360.ports import free_ports
 from rl360.sessions import worker
 from rl360.sessions.client import OpenSession, SessionClient
 from rl360.sessions.tokenizer import load_tokenizer

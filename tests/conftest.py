@@ -15,7 +15,7 @@ import pytest
 from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
-from rl360.launch.rundir import free_ports
+from rl360.ports import free_ports
 
 
 class NatsServer:

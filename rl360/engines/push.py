@@ -286,10 +286,13 @@ class _Push:
 
 
 def shard_specs(weights: Mapping[str, Tensor]) -> list[ShardSpec]:
-    """The weights as a plan sees them. A name with ".experts." is one expert's."""
-    return [
-        ShardSpec(
-            name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape), bytes=t.numel() * t.element_size(), expert=".experts." in name
-        )
-        for name, t in weights.items()
-    ]
+    """The weights as a plan sees them."""
+    return [shard_spec(name, tensor) for name, tensor in weights.items()]
+
+
+def shard_spec(name: str, tensor: Tensor, *, rank: int = 0) -> ShardSpec:
+    """One weight, on the meta device too. A name with ".experts." is one expert's."""
+    size = tensor.numel() * tensor.element_size()
+    return ShardSpec(
+        name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), bytes=size, expert=".experts." in name, rank=rank
+    )

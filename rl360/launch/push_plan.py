@@ -33,11 +33,11 @@ def compare(shards: Sequence[ShardSpec], config: Config, rates: Rates | None) ->
 
 def _shards(config: Config) -> list[ShardSpec]:
     try:
-        from rl360.trainer.shard_specs import shard_specs
+        from rl360.trainer.paper_shards import paper_shards
         from rl360.trainer.spec import ModelSpec
     except ModuleNotFoundError as e:
         raise MissingExtra("rl360 push plan", e.name or "torch", "trainer") from None
-    return list(shard_specs(ModelSpec.read(config.policy.folder), config.trainer, config.engine.dtype))
+    return list(paper_shards(ModelSpec.read(config.policy.folder), config.trainer, config.engine.dtype))
 
 
 def _gpus(config: Config) -> int:

@@ -24,7 +24,8 @@ from rl360.bus.client import Bus, BusAddress
 from rl360.child import Child
 from rl360.config import Config, to_toml_data
 from rl360.launch.high_water import Mark
-from rl360.launch.rundir import RunDir, free_ports
+from rl360.launch.rundir import RunDir
+from rl360.ports import free_ports
 from rl360.trainer import checkpoints
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,12 @@ nats/ blobs/ checkpoints/ sandboxes/ tasks/ logs/
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -19,6 +22,7 @@ from rl360.bus import nats_server
 from rl360.bus.worker import Addresses, Secrets
 from rl360.config import Config, ConfigError
 from rl360.journal.archive import is_archive
+from rl360.ports import free_ports
 
 FOLDERS: Final = ("nats", "blobs", "checkpoints", "sandboxes", "tasks", "logs")
 T = TypeVar("T")
@@ -78,20 +82,28 @@ class RunDir:
         return _read(self.path / "addresses.json", Addresses)
 
     @property
+    def children(self) -> dict[str, int]:
+        """Process ids of its children, as recorded last; empty when none are, or while they are being written."""
+        try:
+            return json.loads((self.path / "children.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def processes(self) -> list[str]:
+        """Command lines of other processes that mention the folder, whoever started them."""
+        mention = re.compile(re.escape(str(self.path)) + r"(?![\w.-])")
+        found: list[str] = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with suppress(OSError):  # it ended, or is another user's
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if mention.search(command):
+                        found.append(command)
+        return found
+
+    @property
     def secrets(self) -> Secrets:
         return _read(self.path / "secrets.json", Secrets)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that are free now."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for s in held:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in held]
-    finally:
-        for s in held:
-            s.close()
 
 
 def port_of(url: str) -> int:

@@ -21,7 +21,8 @@ from rl360.bus import nats_server
 from rl360.bus.connection import BusAddress, BusError
 from rl360.child import Child
 from rl360.config import ConfigError
-from rl360.launch.rundir import RunDir, free_ports
+from rl360.launch.rundir import RunDir
+from rl360.ports import free_ports
 
 _STOP: Final = 5.0  # seconds for a server to end
 _OTHERS: Final = 60.0  # seconds that a server waits for readers it serves besides its own

@@ -104,6 +104,12 @@ def hf_names(name: str, experts: range = range(0)) -> tuple[str, ...]:
     return tuple(part.format(e) for e in experts for part in parts) if of_experts(name) else parts
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a parameter is in; None: in none."""
+    in_layer = _IN_LAYER.fullmatch(name)
+    return None if in_layer is None else int(in_layer[1])
+
+
 def of_experts(name: str) -> bool:
     """Whether a parameter has an expert's weights in each row."""
     return ".mlp.experts." in name

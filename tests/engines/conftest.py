@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rl360.engines import gateway
 from rl360.engines.gateway import GatewayClient
-from rl360.launch.rundir import free_ports
+from rl360.ports import free_ports
 
 
 class Smg:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -37,7 +36,7 @@ class RunProcess:
         self.output = b""
 
     def pid_of(self, worker: str) -> int:
-        return json.loads((self.path / "children.json").read_text())[worker]
+        return RunDir(self.path).children[worker]
 
     def kill(self, worker: str) -> None:
         """kill -9 of one recorded child."""
@@ -101,13 +100,4 @@ async def running(path: Path, *arguments: str, overrides: tuple[str, ...] = SMAL
 
 def leftovers(path: Path) -> list[str]:
     """Command lines of processes that still mention the run's folder."""
-    found: list[str] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if str(path) in command:
-                found.append(command)
-    return found
+    return RunDir(path).processes()

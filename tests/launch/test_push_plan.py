@@ -11,11 +11,11 @@ from rl360.cli import main
 from rl360.config import Trainer
 from rl360.engines.plan import EngineSpec, plan_push
 from rl360.engines.plan_cost import Rates, cost
-from rl360.engines.push import shard_specs as shards_of_weights
+from rl360.engines.push import shard_specs
 from rl360.tiny import policy_folder
 from rl360.tiny.upcycle import Recipe, upcycle
 from rl360.trainer.hf import HFWeights
-from rl360.trainer.shard_specs import shard_specs
+from rl360.trainer.paper_shards import paper_shards
 from rl360.trainer.spec import ModelError, ModelSpec
 
 ROOT = Path(__file__).parents[2]
@@ -39,24 +39,24 @@ def test_the_weights_on_paper_are_those_of_the_policy(tmp_path: Path, experts: i
     if experts:
         upcycle(policy_folder(), tmp_path, Recipe(experts=experts, topk=2), seed=0)
         folder = tmp_path
-    paper = list(shard_specs(ModelSpec.read(folder), Trainer(), "float32"))
-    real = shards_of_weights(HFWeights(folder))
+    paper = list(paper_shards(ModelSpec.read(folder), Trainer(), "float32"))
+    real = shard_specs(HFWeights(folder))
     assert sorted(paper, key=lambda s: s.name) == sorted(real, key=lambda s: s.name)
 
 
 def test_each_expert_is_on_one_rank_of_its_stage(tmp_path: Path) -> None:
     upcycle(policy_folder(), tmp_path, Recipe(experts=8, topk=2), seed=0)
     spec = ModelSpec.read(tmp_path)
-    ranks = {s.name: s.rank for s in shard_specs(spec, Trainer(dp=4, pp=3, ep=4), "float32")}
+    ranks = {s.name: s.rank for s in paper_shards(spec, Trainer(dp=4, pp=3, ep=4), "float32")}
     assert [ranks[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] for e in range(8)] == [4, 4, 5, 5, 6, 6, 7, 7]
     assert ranks["model.layers.2.mlp.experts.0.down_proj.weight"] == 8 and ranks["model.norm.weight"] == 0
     with pytest.raises(ModelError, match="ep = 3 doesn't divide 8 experts"):
-        list(shard_specs(spec, Trainer(dp=3, ep=3), "float32"))
+        list(paper_shards(spec, Trainer(dp=3, ep=3), "float32"))
 
 
 def test_the_busiest_link_decides_how_long_experts_take(tmp_path: Path) -> None:
     upcycle(policy_folder(), tmp_path, Recipe(experts=8, topk=2), seed=0)
-    shards = list(shard_specs(ModelSpec.read(tmp_path), Trainer(dp=4, ep=4), "float32"))
+    shards = list(paper_shards(ModelSpec.read(tmp_path), Trainer(dp=4, ep=4), "float32"))
     experts = sum(s.bytes for s in shards if s.expert)
     rest = sum(s.bytes for s in shards) - experts
     rates = Rates(broadcast=1e6, direct=1e5, call=0.5)

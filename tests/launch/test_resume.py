@@ -15,6 +15,7 @@ from rl360.bus import events as ev
 from rl360.bus.client import Bus
 from rl360.config import Config
 from rl360.launch import prepare, resume
+from rl360.launch.chaos.victim import copy_store
 from rl360.launch.high_water import HighWater, Mark, write
 from rl360.launch.rundir import RunDir, port_of
 from rl360.trainer.checkpoints import FORMAT, MANIFEST, Manifest, Seen
@@ -118,14 +119,6 @@ async def when(run: RunProcess, kind: type[ev.Event], step: int) -> None:
         assert record is not None
 
 
-def copy_store(run: RunProcess, copy: Path) -> None:
-    """The journal's files as they are at one moment."""
-    pid = run.pid_of("nats-server")
-    os.kill(pid, signal.SIGSTOP)
-    shutil.copytree(run.path / "nats" / "store", copy)
-    os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("schedule", ["sync", "one_step"])
@@ -133,7 +126,7 @@ async def test_a_machine_crash_that_took_the_journals_end_is_said_and_made_good(
     path, copy = tmp_path / "run", tmp_path / "older"
     async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=4", f"run.schedule={schedule}")) as run:
         await when(run, ev.VerifierResult, 1)
-        copy_store(run, copy)
+        copy_store(run.pid_of("nats-server"), path / "nats" / "store", copy)
         await when(run, ev.StepTrained, 2)
         os.killpg(run.process.pid, signal.SIGKILL)
         await run.ended(30)
@@ -157,7 +150,7 @@ async def test_a_journal_that_is_rewound_under_a_live_run_stops_it_and_resume_go
     overrides = (*SMALL, "run.steps=3", "supervise.drain_seconds=3.0")
     async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
         await when(run, ev.VerifierResult, 0)
-        copy_store(run, copy)
+        copy_store(run.pid_of("nats-server"), path / "nats" / "store", copy)
         await when(run, ev.VerifierResult, 1)
         store = path / "nats" / "store"
         os.rename(copy, path / "nats" / "older")

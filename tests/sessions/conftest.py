@@ -17,7 +17,7 @@ from rl360.bus.client import Bus
 from rl360.bus.events import Event
 from rl360.bus.worker import Addresses, Secrets, WorkerContext
 from rl360.config import Config, Engine, Policy, Sampling, Sessions
-from rl360.launch.rundir import free_ports
+from rl360.ports import free_ports
 from rl360.sessions import worker
 from rl360.sessions.client import OpenSession, SessionClient
 from rl360.sessions.names import session_key

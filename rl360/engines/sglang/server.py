@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -68,10 +67,3 @@ async def _serving(client: EngineClient) -> None:
         if await client.healthy():
             return
         await asyncio.sleep(_POLL)
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that is free now."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])

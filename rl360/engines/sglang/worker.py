@@ -18,7 +18,8 @@ from rl360.engines.generation import first_of, live, named, seed_of
 from rl360.engines.probe import Probe
 from rl360.engines.sglang.checkpoint import refuse_unservable
 from rl360.engines.sglang.command import ENVIRONMENT, UNPUSHED, command
-from rl360.engines.sglang.server import Server, free_port
+from rl360.engines.sglang.server import Server
+from rl360.ports import free_ports
 
 _STARTING: Final = 0.9
 """Share of `engine.start_seconds` after which the start has failed: before the supervisor, which only knows that it is late."""
@@ -31,7 +32,7 @@ async def main(ctx: WorkerContext) -> None:
     config, generation = ctx.config, named(ctx)
     refuse_unservable(config.policy.folder, generation)
     host = config.engine.sglang.host
-    port, seed = free_port(host), seed_of(config.run.seed, generation)
+    (port,), seed = free_ports(1, host), seed_of(config.run.seed, generation)
     line = command(config, index=ctx.index, port=port, seed=seed, python=sys.executable)
     server = Server(generation, line, ctx.dir / "logs" / f"{ctx.name}.sglang.log", {**ENVIRONMENT, **config.engine.sglang.env})
     async with aiohttp.ClientSession() as http:

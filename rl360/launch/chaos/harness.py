@@ -20,7 +20,7 @@ from rl360.bus.connection import BusError
 from rl360.config import Config, ConfigError, load
 from rl360.launch import journal_files
 from rl360.launch.chaos import check
-from rl360.launch.chaos.plan import Blow, blows
+from rl360.launch.chaos.plan import Blow, blows, targets
 from rl360.launch.chaos.victim import Stuck, Victim
 
 _FINDINGS = 5  # of an audit that are shown
@@ -87,9 +87,10 @@ class Chaos:
     """Strikes until `kills` blows fell, over as many runs as that takes; each run is let end by itself."""
 
     def __init__(self, recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, seed: int, only: str, keep: bool) -> None:
-        self._only = only
-        self._recipe, self._overrides, self._root, self._keep = recipe, overrides, root.absolute(), keep
-        self.config: Config = load(recipe, overrides)
+        self._recipe, self._overrides, self._root = recipe, overrides, root.absolute()
+        self._only, self._keep = only, keep
+        self._config: Config = load(recipe, overrides)
+        targets(self._config, only)  # refuses it before anything starts
         self._kills, self._seed = kills, seed
         self._started = time.monotonic()
         self._struck: list[Struck] = []
@@ -112,12 +113,12 @@ class Chaos:
         problems: list[str] = []
         try:
             await victim.start()
-            await self._strike_until_over(victim, number, blows(seed, self.config, self._only))
+            await self._strike_until_over(victim, number, blows(seed, self._config, self._only))
         except Stuck as e:
             problems.append(str(e))
         finally:
             await victim.end()
-        tally, found = await _checked(victim, self.config.run.steps)
+        tally, found = await _checked(victim, self._config.run.steps)
         problems += found
         if not problems and not self._keep:
             shutil.rmtree(victim.path)
@@ -167,7 +168,7 @@ async def _checked(victim: Victim, steps: int) -> tuple[check.Tally | None, list
     problems: list[str] = []
     if victim.status:
         problems.append(f"exit status {victim.status}: {victim.output}")
-    if left := victim.left():
+    if left := victim.folder.processes():
         problems.append(f"left behind: {'; '.join(left)}")
     try:
         async with journal_files.open_source(victim.path) as source:
@@ -186,7 +187,6 @@ def chaos(recipe: Path, overrides: tuple[str, ...], root: Path, *, kills: int, s
     if root.exists() and any(root.iterdir()):
         raise ConfigError(f"{root} is not empty: name a new folder (--dir) for the runs that are to be killed")
     work = Chaos(recipe, overrides, root, kills=kills, seed=seed, only=only, keep=keep)
-    next(blows(seed, work.config, only))  # refuses `only` before anything starts
     report = asyncio.run(work.run(lambda line: print(line, flush=True)))
     print(report)
     if out is not None:

@@ -58,21 +58,23 @@ class Blow(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.anchor} {self.nth} + {self.delay:.2f} s"
 
 
-def targets(config: Config) -> list[str]:
-    """Names of all children of a run."""
-    return [*(f"{kind}{index}" for kind, index in workers_of(config)), "gateway", "nats-server"]
+def targets(config: Config, only: str = "") -> list[str]:
+    """Names of a run's children that begin with `only`. Raises ConfigError where there are none."""
+    every = [*(f"{kind}{index}" for kind, index in workers_of(config)), "gateway", "nats-server"]
+    chosen = [name for name in every if name.startswith(only)]
+    if not chosen:
+        raise ConfigError(f"--only {only}: nothing of this recipe is called so; it has {', '.join(every)}")
+    return chosen
 
 
 def blows(seed: int, config: Config, only: str = "") -> Iterator[Blow]:
     """An endless sequence. Every target comes up equally often: they are dealt like cards, in a new order each round.
 
-    `only`: targets whose name begins so, and never the whole run. Raises ConfigError where there are none.
+    `only`: targets whose name begins so, and never the whole run.
     """
     draw = random.Random(f"chaos/{seed}")
     anchors = list(ANCHORS)
-    names = [name for name in targets(config) if name.startswith(only)]
-    if not names:
-        raise ConfigError(f"--only {only}: nothing of this recipe is called so; it has {', '.join(targets(config))}")
+    names = targets(config, only)
     deck: list[str] = []
     while True:
         if not deck:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -41,7 +40,7 @@ class Victim:
     """`rl360 run` in `path`; what it prints goes to `path`.out."""
 
     def __init__(self, arguments: list[str], path: Path) -> None:
-        self._arguments, self.path = arguments, path
+        self._arguments, self.path, self.folder = arguments, path, RunDir(path)
         self.output = path.with_name(path.name + ".out")
         self._process: asyncio.subprocess.Process | None = None
         self._following: asyncio.Task[None] | None = None
@@ -71,10 +70,10 @@ class Victim:
         """Fold the journal of this life of the run; a bus that is away comes back."""
         while True:
             try:
-                folder = RunDir(self.path)
-                address = BusAddress(url=folder.addresses.nats, user=nats_server.ADMIN, password=folder.secrets.nats[nats_server.ADMIN])
+                password = self.folder.secrets.nats[nats_server.ADMIN]
+                address = BusAddress(url=self.folder.addresses.nats, user=nats_server.ADMIN, password=password)
                 view = RunView()
-                async with Bus.connect(address, folder.config.run.name, BlobStore(self.path / "blobs"), name="chaos") as bus:
+                async with Bus.connect(address, self.folder.config.run.name, BlobStore(self.path / "blobs"), name="chaos") as bus:
                     async for record in bus.follow(stop=asyncio.Event()):
                         view.on(record)
                         self._note(view, record)
@@ -112,7 +111,7 @@ class Victim:
 
     async def strike(self, target: str) -> bool:
         """Kill; False when there is nothing to kill just now."""
-        pids = self._pids()
+        pids = self.folder.children
         if target in (WHOLE, CRASH):
             if not pids.get("nats-server"):
                 return False
@@ -129,7 +128,7 @@ class Victim:
     async def _strike_all(self, *, crash: bool) -> None:
         store, copy = self.path / "nats" / "store", self.path.with_name(self.path.name + ".older")
         if crash:
-            await self._copy_store(store, copy)
+            await asyncio.to_thread(copy_store, self.folder.children.get("nats-server", 0), store, copy)
             await asyncio.sleep(_LOST)
         await self._kill_all()
         if crash:
@@ -137,23 +136,15 @@ class Victim:
             copy.rename(store)
         await self._launch(["--resume", str(self.path)])
 
-    async def _copy_store(self, store: Path, copy: Path) -> None:
-        pid = self._pids().get("nats-server", 0)
-        _signal(pid, signal.SIGSTOP)
-        try:
-            await asyncio.to_thread(shutil.copytree, store, copy)
-        finally:
-            _signal(pid, signal.SIGCONT)
-
     async def _kill_all(self) -> None:
         assert self._process is not None
-        for pid in (self._process.pid, *self._pids().values()):
+        for pid in (self._process.pid, *self.folder.children.values()):
             _signal(pid, signal.SIGKILL)
         await self._process.wait()
         if self._following is not None:
             self._following.cancel()
         async with asyncio.timeout(_END):
-            while self.left():  # noqa: ASYNC110  (other processes: nothing to wait on)
+            while self.folder.processes():  # noqa: ASYNC110  (other processes: nothing to wait on)
                 await asyncio.sleep(_POLL)
 
     async def end(self) -> None:
@@ -163,22 +154,14 @@ class Victim:
         if self._following is not None:
             self._following.cancel()
 
-    def _pids(self) -> dict[str, int]:
-        try:
-            return json.loads((self.path / "children.json").read_text())
-        except (FileNotFoundError, ValueError):  # it is being written
-            return {}
 
-    def left(self) -> list[str]:
-        """Command lines of processes that mention the run's folder."""
-        found: list[str] = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with suppress(OSError):
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if f"{self.path}/" in command or f"{self.path} " in command:
-                        found.append(command)
-        return found
+def copy_store(server: int, store: Path, copy: Path) -> None:
+    """The journal's files as they are at one moment: nats-server, process `server`, stands still meanwhile."""
+    _signal(server, signal.SIGSTOP)
+    try:
+        shutil.copytree(store, copy)
+    finally:
+        _signal(server, signal.SIGCONT)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

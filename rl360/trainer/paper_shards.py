@@ -3,21 +3,18 @@
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 
 from rl360.config import Trainer
 from rl360.engines.plan import ShardSpec
+from rl360.engines.push import shard_spec
 from rl360.trainer import hf
 from rl360.trainer.spec import ModelError, ModelSpec
 
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
 
-
-def shard_specs(spec: ModelSpec, trainer: Trainer, dtype: str) -> Iterator[ShardSpec]:
+def paper_shards(spec: ModelSpec, trainer: Trainer, dtype: str) -> Iterator[ShardSpec]:
     """Every weight by its Hugging Face name, in `dtype` ("bfloat16"); of an expert, the first rank that holds it.
 
     Ranks are numbered as megatron-core does: tensor, context and data parallel within a stage, then stages. A stage's experts are
@@ -30,11 +27,8 @@ def shard_specs(spec: ModelSpec, trainer: Trainer, dtype: str) -> Iterator[Shard
     in_stage = trainer.tp * trainer.cp * trainer.dp
     for name in hf.names(spec):
         sparse = hf.of_experts(name)
-        layer = _LAYER.match(name)
-        first = int(layer[1]) // spec.stage_layers(trainer.pp) * in_stage if layer else 0
+        first = (hf.layer_of(name) or 0) // spec.stage_layers(trainer.pp) * in_stage
         parts = hf.split(name, torch.empty(hf.shape(name, spec), dtype=getattr(torch, dtype), device="meta"), spec)
         of_each = len(parts) // count if sparse else 1
         for i, (hf_name, part) in enumerate(zip(hf.hf_names(name, range(count)), parts, strict=True)):
-            rank = first + i // of_each // (count // trainer.ep) if sparse else 0
-            size = part.numel() * part.element_size()
-            yield ShardSpec(name=hf_name, dtype=dtype, shape=tuple(part.shape), bytes=size, expert=sparse, rank=rank)
+            yield shard_spec(hf_name, part, rank=first + i // of_each // (count // trainer.ep) if sparse else 0)
