@@ -34,8 +34,9 @@ class Agreement:
         gap = (logprobs.detach() - batch.sampler_logprobs)[compared].double()
         if len(gap):
             self.tokens += len(gap)
-            self.total += gap.abs().sum().item()
-            self.maximum = max(self.maximum, gap.abs().max().item())
+            size = gap.abs()
+            self.total += size.sum().item()
+            self.maximum = max(self.maximum, size.max().item())
             self.kl += (gap.expm1() - gap).sum().item()
 
     def add_all(self, logprobs: Sequence[Tensor], batches: Sequence[PackedBatch], versions: Iterable[int]) -> None:
