@@ -45,6 +45,7 @@ def check(sandbox: BwrapSandbox, place: Path) -> None:
     assert sandbox.exec("touch /usr/x", 5).status != 0
     assert sandbox.exec(f"ls {place}", 5).status != 0
     assert sandbox.exec("grep CapEff /proc/self/status", 5).output.split()[1] == "0" * 16
+    assert sandbox.exec("grep NoNewPrivs /proc/self/status", 5).output.split()[1] == "1"
     with sandbox.listen() as listener:
         listener.settimeout(10)
         sandbox.exec(f"echo hi > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}", 5)

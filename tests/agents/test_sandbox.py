@@ -60,6 +60,25 @@ def test_nothing_of_the_host_is_in_reach(sandbox: Sandbox, tmp_path: Path) -> No
     assert sandbox.exec("mount -t tmpfs x /app || umount /app", 5).status != 0
 
 
+def test_a_command_has_no_more_privileges_than_the_first_process_and_can_gain_none(sandbox: Sandbox) -> None:
+    wanted = "grep -hE 'NoNewPrivs|Cap|Uid|Gid|Groups' /proc/{}/status"
+    command = dict(line.split(":\t", 1) for line in sandbox.exec(wanted.format("self"), 5).output.splitlines())
+    assert command["NoNewPrivs"] == "1"
+    assert {command[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+    if detect().rooted:  # a user namespace keeps its bounding set, which gives nothing without new privileges
+        assert command["CapBnd"] == "0" * 16
+        assert len({command["Uid"], command["Gid"]}) == 1
+        assert command["Groups"].strip() == ""
+
+
+def test_no_program_that_holds_privileges_inside_reads_a_tasks_environment(sandbox: Sandbox) -> None:
+    """A library of the agent's must not be loaded by what enters its sandbox as root."""
+    sandbox.exec("echo broken > libc.so.6; chmod 755 libc.so.6", 5)
+    got = sandbox.exec("true", 5, {"LD_LIBRARY_PATH": "/app"})
+    assert "setpriv" not in got.output and "nsenter" not in got.output
+    assert sandbox.exec("echo $A=$0", 5, {"A": "b c", "B": ""}).output == "b c=bash\n"
+
+
 def test_s15_a_command_that_runs_too_long_is_killed_with_its_children(sandbox: Sandbox) -> None:
     started = time.monotonic()
     result = sandbox.exec("echo begun; sleep 60 & sleep 60", 1.5)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,7 @@ class Host:
 
     bwrap: str
     nsenter: str
+    setpriv: str
     shell: str
     bash: str
     env: str
@@ -97,10 +98,17 @@ class Host:
             argv += [*size, "--perms", "1777", "--tmpfs", folder]
         return [*argv, "--symlink", "../tmp", "/var/tmp"]
 
-    def enter(self, pid: int, uid: int) -> list[str]:
-        """Argv that runs what follows it inside the namespaces of process `pid`, in its folder, without any capability."""
-        who = ["-S", str(uid), "-G", str(uid)] if self.rooted else ["-U", "--preserve-credentials"]
-        return [self.nsenter, "-t", str(pid), *who, "-m", "-p", "-i", "-u", "-n", "-w", "--"]
+    def enter(self, pid: int, uid: int, env: Mapping[str, str]) -> list[str]:
+        """Argv that runs what follows it inside the namespaces of process `pid`, in its folder, with no privilege and no way to gain one.
+
+        setpriv drops what nsenter needs, inside, so both must run without `env`: an LD_LIBRARY_PATH of a task may lead to
+        files of the agent's. In a user namespace the bounding set stays full: changing it takes a capability that no
+        program but uid 0's keeps, and without new privileges it gives nothing.
+        """
+        user = [] if self.rooted else ["-U", "--preserve-credentials"]
+        who = ["--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"] if self.rooted else []
+        argv = [self.nsenter, "-t", str(pid), *user, "-m", "-p", "-i", "-u", "-n", "-w", "--", self.setpriv, *who, "--no-new-privs", "--"]
+        return [*argv, self.env, "--", *(f"{name}={value}" for name, value in env.items())]
 
     def enter_network(self, pid: int) -> list[str]:
         """Argv that runs what follows it with the network of process `pid` and all else of ours."""
@@ -110,13 +118,14 @@ class Host:
 @cache
 def detect() -> Host:
     """This machine. Raises InfraError naming the missing program and its remedy. Warns once when limits are weak."""
-    programs = {name: _program(name) for name in ("bwrap", "nsenter", "sh", "bash", "env", "cat")}
+    programs = {name: _program(name) for name in ("bwrap", "nsenter", "setpriv", "sh", "bash", "env", "cat")}
     hierarchy = Hierarchy.find()
     if hierarchy is None:
         log.warning("%s", WEAK_LIMITS)
     return Host(
         bwrap=programs["bwrap"],
         nsenter=programs["nsenter"],
+        setpriv=programs["setpriv"],
         shell=programs["sh"],
         bash=programs["bash"],
         env=programs["env"],
@@ -127,7 +136,10 @@ def detect() -> Host:
     )
 
 
-_PACKAGES: Final = {"bwrap": "bubblewrap", "nsenter": "util-linux", "bash": "bash", "sh": "dash", "env": "coreutils", "cat": "coreutils"}
+_PACKAGES: Final = {
+    **{"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux"},
+    **{"bash": "bash", "sh": "dash", "env": "coreutils", "cat": "coreutils"},
+}
 
 
 def _program(name: str) -> str:

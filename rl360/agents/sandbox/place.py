@@ -65,11 +65,11 @@ class Place:
     def exec(self, argv: Sequence[str], env: Mapping[str, str], timeout: float) -> ExecResult:
         """Run `argv` inside. Raises InfraError when the place is gone."""
         space = self._alive()
-        command = [*self._host.enter(space.pid, self._uid), *argv]
+        command = [*self._host.enter(space.pid, self._uid, env), *argv]
         with self._lock:
             if self._killed:
                 raise self._gone()
-            child = self._spawn(command, env)
+            child = self._spawn(command)
             self._running.add(child)
         try:
             got = capture(child, timeout, lambda: _kill_group(child))
@@ -111,14 +111,14 @@ class Place:
         if self._group is not None and (left := self._group.kill(time.monotonic() + KILL_SECONDS)):
             raise InfraError(Boundary.SANDBOX, Cause.LOST, f"processes {sorted(left)} of a sandbox outlived SIGKILL by {KILL_SECONDS:g} s")
 
-    def _spawn(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 self._host.launcher(self._group, self._limits, command, inside=True),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **env},
+                env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"},
                 start_new_session=True,
                 bufsize=0,
             )
