@@ -108,7 +108,7 @@ class Host:
         user = [] if self.rooted else ["-U", "--preserve-credentials"]
         who = ["--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"] if self.rooted else []
         argv = [self.nsenter, "-t", str(pid), *user, "-m", "-p", "-i", "-u", "-n", "-w", "--", self.setpriv, *who, "--no-new-privs", "--"]
-        return [*argv, self.env, "--", *(f"{name}={value}" for name, value in env.items())]
+        return [*argv, self.env, "--", *(f"{name}={value}" for name, value in env.items())] if env else argv
 
     def enter_network(self, pid: int) -> list[str]:
         """Argv that runs what follows it with the network of process `pid` and all else of ours."""
