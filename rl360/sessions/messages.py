@@ -6,8 +6,10 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
+from rl360.sessions.unreadable import reason
+
 DEPTH: Final = 64
-"""Deepest nesting of a tool call's arguments."""
+"""Deepest nesting of a tool call's arguments, and of a tool's schema."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -52,19 +54,21 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_object(text: str) -> dict[str, Any]:
     """Arguments of a tool call. Raises ValueError for anything but one strict JSON object of bounded depth."""
+    raw = text.encode(errors="surrogatepass")  # what is no UTF-8 is refused by the decoder
     try:
-        value = cast(object, msgspec.json.decode(text.encode()))
+        value = cast(object, msgspec.json.decode(raw))
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise ValueError(f"not JSON: {e}") from None
+        raise ValueError(f"not JSON: {reason(raw, e)}") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")
     data = cast(dict[str, Any], value)
-    if _too_deep(data):
+    if too_deep(data):
         raise ValueError(f"nested more than {DEPTH} deep")
     return data
 
 
-def _too_deep(value: dict[str, Any]) -> bool:
+def too_deep(value: dict[str, Any]) -> bool:
+    """Whether JSON data is nested more than DEPTH deep. What passes can be encoded and walked without running out of stack."""
     level: list[Any] = [value]
     for _ in range(DEPTH):
         level = [x for v in level for x in _below(v)]

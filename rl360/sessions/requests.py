@@ -1,17 +1,19 @@
-"""An agent's request body: read, validated, digested, before any state changes (S5). Unknown fields are tolerated and ignored.
+"""An agent's request body: read, validated, digested, before any state changes (S5). `fields.py` says which settings can be had.
 
 Old messages cost a comparison of their bytes (`seen.py`): they are neither split nor parsed again.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
+from rl360.sessions import fields
 from rl360.sessions.history import Digest, chained, digest, root
-from rl360.sessions.messages import Message, Role, Tool, ToolCall, parse_object
+from rl360.sessions.messages import DEPTH, Message, Role, Tool, ToolCall, parse_object, too_deep
 from rl360.sessions.seen import Seen, Unread, split
+from rl360.sessions.unreadable import reason
 
 
 class RequestError(Exception):
@@ -26,17 +28,13 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-_NULL: Final = msgspec.Raw(b"null")
-
-
-class Body(msgspec.Struct):
+class Body(fields.Settings, kw_only=True):
     """The fields of a chat completion request that mean something here; messages and tools still raw."""
 
     messages: list[msgspec.Raw]
-    tools: msgspec.Raw = _NULL
+    tools: msgspec.Raw = fields.NULL
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    model: str | None = None
 
 
 class _Part(msgspec.Struct):
@@ -97,32 +95,34 @@ _tools: Final = msgspec.json.Decoder(list[_Tool])
 
 def read(body: Unread, seen: Seen) -> Incoming:
     """Validate a body. Raises RequestError: 400 with the place and the reason, 422 for content the policy can't read."""
-    fields, body = _decode(body)
-    if not fields.messages:
+    asked, body = _decode(body)
+    for name, why in fields.refused(asked):
+        raise RequestError(400, "unsupported_parameter", why, name)
+    if not asked.messages:
         raise RequestError(400, "invalid_request", "messages is empty: send the conversation so far", "messages")
-    seen = _follow(fields, body, seen)
+    seen = _follow(asked, body, seen)
     if seen.roles[-1] == "assistant":
         raise RequestError(400, "invalid_request", "the last message is the assistant's: there is nothing to answer", "messages")
-    usage = bool(fields.stream_options and fields.stream_options.include_usage)
-    return Incoming(seen.raw, seen.chain, seen.roles, seen.tools, bool(fields.stream), usage)
+    usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    return Incoming(seen.raw, seen.chain, seen.roles, seen.tools, bool(asked.stream), usage)
 
 
 def _decode(body: Unread) -> tuple[Body, Unread]:
     """The fields of a body. One that doesn't make sense without its known messages is read whole."""
     try:
-        fields = _body.decode(body.text)
+        asked = _body.decode(body.text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         if body.known:
             return _decode(body.whole())
         code = "invalid_request" if isinstance(e, msgspec.ValidationError) else "invalid_json"
-        raise RequestError(400, code, f"request body: {e}") from None
-    return (fields, body) if body.holds(fields.messages) else _decode(body.whole())
+        raise RequestError(400, code, f"request body: {reason(body.data, e)}") from None
+    return (asked, body) if body.holds(asked.messages) else _decode(body.whole())
 
 
-def _follow(fields: Body, body: Unread, seen: Seen) -> Seen:
+def _follow(asked: Body, body: Unread, seen: Seen) -> Seen:
     """Make `seen` the request in `body`. Messages that stand where they stood before keep their meaning without being read."""
-    head, raw = split(body, fields.messages, seen)
-    tools_raw, same = bytes(fields.tools), body.known
+    head, raw = split(body, asked.messages, seen)
+    tools_raw, same = bytes(asked.tools), body.known
     if tools_raw == seen.tools_raw:
         tools = seen.tools
         while same < min(len(raw), len(seen.raw)) and raw[same] == seen.raw[same]:
@@ -148,10 +148,28 @@ def parse_tools(data: bytes) -> tuple[Tool, ...]:
     try:
         tools = _tools.decode(data)
     except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(400, "invalid_request", f"tools: {e}", "tools") from None
-    return tuple(
-        Tool(name=t.function.name, description=t.function.description or "", parameters=t.function.parameters or {}) for t in tools
-    )
+        raise RequestError(400, "invalid_request", f"tools: {reason(data, e)}", "tools") from None
+    return tuple(_tool(t.function, f"tools[{i}].function.parameters") for i, t in enumerate(tools))
+
+
+def _tool(function: _ToolFunction, where: str) -> Tool:
+    """A tool whose schema can be read, written and digested, however it came."""
+    schema = function.parameters or {}
+    wrong = _wrong_schema(schema)
+    if wrong:
+        raise RequestError(400, "invalid_request", f"{where}: {wrong}", where)
+    return Tool(name=function.name, description=function.description or "", parameters=schema)
+
+
+def _wrong_schema(schema: dict[str, Any]) -> str:
+    if too_deep(schema):
+        return f"nested more than {DEPTH} deep"
+    properties, required = schema.get("properties"), cast(object, schema.get("required"))
+    if properties and not isinstance(properties, dict):
+        return "properties must be an object"
+    if required and not (isinstance(required, list) and all(isinstance(x, str) for x in cast(list[object], required))):
+        return "required must be a list of names"
+    return ""
 
 
 def parse_message(raw: bytes, index: int) -> Message:
@@ -160,7 +178,7 @@ def parse_message(raw: bytes, index: int) -> Message:
     try:
         m = _message.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(400, "invalid_request", f"{where}: {e}", where) from None
+        raise RequestError(400, "invalid_request", f"{where}: {reason(raw, e)}", where) from None
     role = _ROLES.get(m.role)
     if role is None:
         raise RequestError(400, "invalid_request", f"{where}: unknown role {m.role!r} (use {', '.join(_ROLES)})", f"{where}.role")
@@ -190,9 +208,17 @@ def _bad_part(part: _Part, where: str) -> RequestError:
 
 def _call(call: _Call, where: str) -> ToolCall:
     arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     try:
-        parsed = parse_object(text) if text.strip() else {}
+        parsed = _arguments(arguments)
     except ValueError as e:
         raise RequestError(400, "invalid_request", f"{where}.function.arguments: {e}", where) from None
     return ToolCall(name=call.function.name, arguments=parsed, id=call.id or "")
+
+
+def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError."""
+    if isinstance(given, str):
+        return parse_object(given) if given.strip() else {}
+    if too_deep(given):
+        raise ValueError(f"nested more than {DEPTH} deep")
+    return given

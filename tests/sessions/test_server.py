@@ -98,9 +98,7 @@ async def test_s3_flags_and_sampling_are_the_runs_whatever_the_agent_asks(rig: R
         top_p=0.1,
         max_tokens=1,
         logprobs=False,
-        n=3,
         return_prompt_token_ids=False,
-        stop=["o"],
         seed=1,
         extra={"a": 1},
     )
