@@ -8,7 +8,7 @@ conversation of n messages is one digest and its prefixes are the n before it; t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import blake3
 import msgspec
@@ -17,6 +17,9 @@ from rl360.sessions.messages import Message, Role, Tool
 
 Digest = bytes
 """16 bytes of blake3."""
+
+_EXACT: Final = 2.0**63
+"""Below it a float that is whole is an integer that JSON's encoder can write."""
 
 
 class Append(msgspec.Struct, frozen=True):
@@ -146,7 +149,7 @@ def _hash(data: bytes) -> Digest:
 
 def _plain(value: Any) -> Any:
     """JSON data in which 1.0 and 1 are one number, as they are to a harness that isn't written in Python."""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in cast(dict[str, Any], value).items()}
