@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-_SESSION: Final = re.compile(r"(?P<attempt>[te](?P<step>\d{1,9})-g(?P<group>\d{1,9})-a\d{1,9})\.\d{1,6}")
+_SESSION: Final = re.compile(r"(?P<attempt>[te](?P<step>\d{1,9})-g(?P<group>\d{1,9})-a\d{1,9})\.\d{1,6}", re.ASCII)
 
 
 class SessionName(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ def parse_session(session: str) -> SessionName | None:
 
 def session_key(admin: str, session: str) -> str:
     """The bearer key of one session, which any session server can check without asking another."""
-    return hmac.new(admin.encode(), session.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(admin.encode(), session.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 
 def rid(session: str, turn: int, asked: bytes, tries: int) -> str:

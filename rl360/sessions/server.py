@@ -13,8 +13,9 @@ from aiohttp import web
 
 from rl360.bus.connection import BusError
 from rl360.bus.events import Boundary, Cause, SessionClosed
-from rl360.sessions import answers
+from rl360.sessions import answers, bodies
 from rl360.sessions.client import ClosedSession, OpenedSession, OpenSession
+from rl360.sessions.door import error, http_error
 from rl360.sessions.generate import EngineFault
 from rl360.sessions.metrics import Metrics
 from rl360.sessions.names import parse_session, session_key
@@ -22,9 +23,9 @@ from rl360.sessions.requests import RequestError
 from rl360.sessions.store import NotFound, Store
 from rl360.sessions.turning import Turns
 from rl360.sessions.turns import Ended
+from rl360.sessions.unreadable import reason
 
 _JSON: Final = "application/json"
-_LONGEST_ID: Final = 200
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,8 +59,8 @@ class SessionServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._own_session(request)
-        request_id = request.headers.get("x-request-id", "")[:_LONGEST_ID]
-        data = await request.read()
+        request_id = bodies.request_id(request)
+        data = await bodies.read(request)
         turn, incoming = await self._turns.take(await self._store.get(session), data, request_id)
         headers = {"x-request-id": turn.request_id}
         if not incoming.stream:
@@ -78,7 +79,7 @@ class SessionServer:
 
     async def _open(self, request: web.Request) -> web.Response:
         self._check_admin(request)
-        body = _decode(await request.read(), OpenSession)
+        body = _decode(await bodies.read(request), OpenSession)
         name = parse_session(body.session)
         if name is None or (name.attempt, name.step, name.group) != (body.attempt, body.step, body.group):
             raise RequestError(400, "invalid_session", f"session {body.session!r} is not a session of attempt {body.attempt!r}", "session")
@@ -88,9 +89,9 @@ class SessionServer:
 
     async def _close(self, request: web.Request) -> web.Response:
         self._check_admin(request)
-        data = await request.read()
-        reason = request.query.get("reason") or (_decode(data, _Reason) if data else _Reason()).reason
-        return _reply(_closed(await self._store.close(request.match_info["id"], reason)))
+        data = await bodies.read(request)
+        why = request.query.get("reason") or (_decode(data, _Reason) if data else _Reason()).reason
+        return _reply(_closed(await self._store.close(request.match_info["id"], why)))
 
     async def _status(self, request: web.Request) -> web.Response:
         session = self._own_session(request, admin_too=True)
@@ -125,7 +126,7 @@ class SessionServer:
         if not given:
             raise RequestError(401, "missing_key", "send this session's key: Authorization: Bearer <key>")
         allowed = [session_key(self._admin, session), *([self._admin] if admin_too else [])]
-        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in allowed):
+        if not any(_same(given, key) for key in allowed):
             raise RequestError(403, "wrong_key", f"this key doesn't open session {session!r}")
         return session
 
@@ -133,7 +134,7 @@ class SessionServer:
         given = _bearer(request)
         if not given:
             raise RequestError(401, "missing_key", "send the administrator's key: Authorization: Bearer <key>")
-        if not hmac.compare_digest(given.encode(), self._admin.encode()):
+        if not _same(given, self._admin):
             raise RequestError(403, "wrong_key", "only the administrator's key opens and closes sessions")
 
     # ------------------------------------------------------------------------------------------------ errors
@@ -144,26 +145,23 @@ class SessionServer:
         try:
             return await handler(request)
         except RequestError as e:
-            return _error(e.status, e.code, e.message, param=e.param)
+            return error(e.status, e.code, e.message, param=e.param)
         except Ended as e:
-            return _error(404, "session_ended", str(e), reason=e.reason)
+            return error(404, "session_ended", str(e), reason=e.reason)
         except NotFound as e:
-            return _error(404, "session_not_found", str(e))
+            return error(404, "session_not_found", str(e))
         except EngineFault as e:
             self._log.warning("%s: %s/%s: %s", request.path, e.boundary, e.cause, e.detail)
-            return _error(e.status, f"{e.boundary}_{e.cause}", e.detail, boundary=e.boundary, cause=e.cause, exception=e.exception)
+            return error(e.status, f"{e.boundary}_{e.cause}", e.detail, boundary=e.boundary, cause=e.cause, exception=e.exception)
         except (BusError, TimeoutError) as e:
             self._log.warning("%s: %s: %s", request.path, type(e).__name__, e)
-            return _error(503, "bus_lost", str(e), boundary=Boundary.BUS, cause=Cause.LOST, exception=type(e).__name__)
+            return error(503, "bus_lost", str(e), boundary=Boundary.BUS, cause=Cause.LOST, exception=type(e).__name__)
         except web.HTTPException as e:
-            return _error(e.status, _HTTP.get(e.status, "http_error"), e.text or e.reason)
+            return http_error(e)
         except Exception as e:  # noqa: BLE001  (the one boundary: counted as unknown, never answered as a reply)
             self._log.exception("%s failed", request.path)
             detail = f"{type(e).__name__}: {e}"
-            return _error(500, "internal", detail, boundary=Boundary.SESSION, cause=Cause.UNKNOWN, exception=type(e).__name__)
-
-
-_HTTP: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+            return error(500, "internal", detail, boundary=Boundary.SESSION, cause=Cause.UNKNOWN, exception=type(e).__name__)
 
 
 def _bearer(request: web.Request) -> str:
@@ -171,19 +169,20 @@ def _bearer(request: web.Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def _same(given: str, key: str) -> bool:
+    """In constant time. A header's bytes that are no UTF-8 arrive as surrogates."""
+    return hmac.compare_digest(given.encode(errors="surrogatepass"), key.encode())
+
+
 def _decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise RequestError(400, "invalid_request", f"request body: {e}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise RequestError(400, "invalid_request", f"request body: {reason(data, e)}") from None
 
 
 def _reply(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type=_JSON)
-
-
-def _error(status: int, code: str, message: str, *, param: str = "", **more: str) -> web.Response:
-    return web.Response(status=status, body=answers.error(status, code, message, param=param, **more), content_type=_JSON)
 
 
 def _closed(event: SessionClosed) -> ClosedSession:

@@ -25,7 +25,7 @@ from rl360.sessions.routing import Delta, RoutingShape
 from rl360.sessions.sampled import EngineReply, Refused, Sampled, check
 from rl360.sessions.seen import unread
 from rl360.sessions.store import Live, Store
-from rl360.sessions.templates import Template
+from rl360.sessions.templates import Template, TemplateError
 from rl360.sessions.turns import Ended, Turn, turn_of
 
 
@@ -103,7 +103,10 @@ class Turns:
         live.check_open()
 
     def _ids(self, messages: list[Message], incoming: Incoming, parent: int) -> list[int]:
-        ids = self._template.suffix(messages) if parent else self._template.render(messages, incoming.tools)
+        try:
+            ids = self._template.suffix(messages) if parent else self._template.render(messages, incoming.tools)
+        except TemplateError as e:  # a policy's own template may allow less than OpenAI does
+            raise RequestError(422, "unsupported_content", f"the policy can't be shown this conversation: {e}", "messages") from None
         return ids + self._template.generation_prompt
 
     # ------------------------------------------------------------------------------------------------ sample

@@ -6,13 +6,12 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from rl360.bus.worker import WorkerContext
 from rl360.config import Config
-from rl360.sessions import probe, prove
+from rl360.sessions import door, probe, prove
 from rl360.sessions.fence import Fence, keep
 from rl360.sessions.generate import EngineClient
 from rl360.sessions.metrics import Metrics
@@ -55,8 +54,8 @@ async def main(ctx: WorkerContext) -> None:
         runner = web.AppRunner(server.app, access_log=None, shutdown_timeout=_DRAIN)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        place = urlsplit(url)
-        await web.TCPSite(runner, place.hostname, place.port, backlog=1024).start()
+        listener = await door.listen(runner, url)
+        stack.callback(listener.close)
         ctx.log.info("serving %s with template %s", url, template.name)
         await _until(ctx.stop, store, folding)
 
