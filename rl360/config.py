@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -17,6 +18,7 @@ from msgspec import Meta
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,47}$")]
 
 
@@ -185,7 +187,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     distributed_optimizer: bool = False  # Adam's state is spread over data-parallel ranks
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; gradients and Adam's state are float32
     lr: Annotated[float, Meta(gt=0)] = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, Meta(gt=0)] = 1.0
     microbatch_tokens: Positive = 8192
@@ -273,17 +275,24 @@ S = TypeVar("S", bound=Section)
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a recipe, apply `a.b=value` overrides, check everything."""
-    try:
-        text = path.read_text()
-    except OSError as e:
-        raise ConfigError(f"{path}: can't be read ({e.strerror}); recipes are kept in recipes/") from None
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    sections = ", ".join(get_type_hints(Config))
+    data = read_toml(path, str(path), f"a recipe is TOML with sections of {sections}: see recipes/")
     for item in overrides:
         override(data, item)
     return parse(data, where=str(path))
+
+
+def read_toml(path: Path, where: str, remedy: str) -> dict[str, Any]:
+    """A TOML document that says something. Raises ConfigError: the place (`where`), what is wrong, the remedy."""
+    try:
+        data = tomllib.loads(path.read_bytes().decode())
+    except OSError as e:
+        raise ConfigError(f"{where}: can't be read ({e.strerror}); {remedy}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"{where}: not valid TOML: {e}; {remedy}") from None
+    if not data:
+        raise ConfigError(f"{where}: is empty; {remedy}")
+    return data
 
 
 def parse(data: dict[str, Any], where: str = "recipe") -> Config:
@@ -296,6 +305,7 @@ def parse(data: dict[str, Any], where: str = "recipe") -> Config:
 def convert(data: dict[str, Any], kind: type[S], where: str) -> S:
     """A section of a parsed document. Raises ConfigError naming an unknown key and the nearest valid one, or a wrong value."""
     _refuse_unknown(data, kind, where, ())
+    _refuse_unrecordable(data, where, "")
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as e:
@@ -340,6 +350,28 @@ def _refuse_unknown(data: dict[str, Any], struct: type[Section], where: str, pat
             for number, entry in enumerate(cast(list[Any], value)):
                 if isinstance(entry, dict):
                     _refuse_unknown(cast(dict[str, Any], entry), item, where, (*path, f"{key}[{number}]"))
+
+
+def _refuse_unrecordable(value: Any, where: str, key: str) -> None:
+    """Every value of a config is recorded, in recipe.json and in RunStarted: what those can't hold is refused before they are written."""
+    if isinstance(value, dict):
+        for name, below in cast(dict[str, Any], value).items():
+            _refuse_unrecordable(below, where, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for number, below in enumerate(cast(list[Any], value)):
+            _refuse_unrecordable(below, where, f"{key}[{number}]")
+    elif why := _unrecordable(value):
+        raise ConfigError(f"{where}: {key}: {why}")
+
+
+def _unrecordable(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not finite: give a number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "the integer does not fit into 64 bits: give a smaller one"
+    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        return "a NUL or half a UTF-16 pair can't be part of a text: take it out"
+    return ""
 
 
 def _section_of(hint: Any) -> type[Section] | None:

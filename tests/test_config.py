@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl360.config import Config, ConfigError, load, parse, to_toml_data
+from rl360.replay.rules import ReplayRules, read_rules
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,61 @@ def test_a_recorded_recipe_reads_back_equal() -> None:
 def test_kept_recipes_load() -> None:
     for path in (Path(__file__).parents[1] / "recipes").glob("*.toml"):
         load(path)
+
+
+def _floats(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
+    """Every key of a recipe that takes a float, tuples' entries left out."""
+    found: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            found += _floats(field.type, (*path, field.encode_name))
+        elif isinstance(field.default, float):
+            found.append(".".join((*path, field.encode_name)))
+    return found
+
+
+@pytest.mark.parametrize("key", _floats())
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e999"])
+def test_every_float_of_a_recipe_is_finite(tmp_path: Path, key: str, value: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[run]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=rf"{key}: .* is not finite"):
+        load(path, (f"{key}={value}",))
+    section, _, name = key.rpartition(".")
+    path.write_text(f"[{section}]\n{name} = {value.replace('1e999', '1e+999')}\n")
+    with pytest.raises(ConfigError, match=rf"{key}: .* is not finite"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"trainer": {"betas": [float("nan"), 0.9]}}, r"trainer.betas\[0\]: nan is not finite"),
+        ({"trainer": {"betas": [1.0, 0.9]}}, r"trainer.betas\[0\]"),
+        ({"faults": [{"step": 0, "kind": "engine_kill", "fraction": float("inf")}]}, r"faults\[0\].fraction: inf is not finite"),
+        ({"run": {"seed": 10**30}}, "run.seed: the integer does not fit into 64 bits"),
+        ({"policy": {"path": "a\0b"}}, "policy.path: a NUL"),
+        ({"tasks": {"source": "\udcff"}}, "tasks.source: .* half a UTF-16 pair"),
+    ],
+)
+def test_what_a_recorded_recipe_can_not_hold_is_refused(data: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(data)
+
+
+@pytest.mark.parametrize("text", [b"", b"# nothing\n", b"\xff\xfe"])
+def test_a_recipe_that_says_nothing_or_is_no_text_is_refused_with_the_sections_of_one(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"r.toml: .*; a recipe is TOML with sections of run, tasks, policy"):
+        load(path, ("run.steps=3",))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing"])
+def test_a_file_of_rules_that_says_nothing_is_refused_with_the_rules_there_are(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--with .*rules.toml: is empty; .*agent_timeout.* slime"):
+        read_rules(ReplayRules(), str(path), ())
+    with pytest.raises(ConfigError, match="eps_low: inf is not finite"):
+        read_rules(ReplayRules(), "", ("eps_low=inf",))

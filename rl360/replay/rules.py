@@ -10,7 +10,6 @@ The presets `miles` and `slime` state what those systems do with failed attempts
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from rl360.config import Config, ConfigError, Section, convert, override
+from rl360.config import Config, ConfigError, Section, convert, override, read_toml
 from rl360.trainer.groups import Policing, Rules
 from rl360.trainer.reduction import Reduction
 
@@ -116,7 +115,8 @@ def read_rules(recorded: ReplayRules, with_: str, overrides: Sequence[str]) -> R
     if with_ in PRESETS:
         data = dict(PRESETS[with_])
     elif with_:
-        data = _file(Path(with_))
+        known = f"give a TOML file of rules ({', '.join(ReplayRules.__struct_fields__)}), or one of {', '.join(PRESETS)}"
+        data = read_toml(Path(with_), where, known)
         name = data.pop("preset", RECORDED)
         if name not in PRESETS:
             raise ConfigError(f"{where}: preset {name!r} is unknown; known: {', '.join(PRESETS)}")
@@ -127,14 +127,3 @@ def read_rules(recorded: ReplayRules, with_: str, overrides: Sequence[str]) -> R
     if rules.loss_reduction == "constant" and not rules.loss_constant:
         raise ConfigError(f'{where}: loss_reduction = "constant" needs loss_constant above 0')
     return rules
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as e:
-        raise ConfigError(
-            f"--with {path}: can't be read ({e.strerror}); give a TOML file of rules, or one of {', '.join(PRESETS)}"
-        ) from None
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"--with {path}: not valid TOML: {e}") from None
