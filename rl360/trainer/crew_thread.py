@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import subprocess
-import tempfile
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -37,8 +37,7 @@ class CrewThread:
         self._children: list[subprocess.Popen[bytes]] = []
 
     async def __aenter__(self) -> CrewThread:
-        self._meeting = tempfile.TemporaryDirectory(prefix="rl360-ranks-")
-        meeting = Path(self._meeting.name)
+        self._meeting = meeting = meeting_place(self._folder)
         self._children = start_children(self._config, self._folder, meeting)
         try:
             self._crew = await self._call(lambda: self._enter(meeting))
@@ -69,7 +68,7 @@ class CrewThread:
 
     def _end(self) -> None:
         kill_children(self._children)
-        self._meeting.cleanup()
+        shutil.rmtree(self._meeting)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def do(self, command: commands.Command) -> Answer:
@@ -85,6 +84,17 @@ class CrewThread:
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def meeting_place(folder: Path) -> Path:
+    """An empty folder in the run's, for the ranks of this process; what trainers left that were killed is removed."""
+    ranks = folder / "ranks"
+    place = ranks / str(os.getpid())
+    for old in ranks.glob("*"):
+        if old == place or not Path("/proc", old.name).exists():
+            shutil.rmtree(old)
+    place.mkdir(parents=True)
+    return place
 
 
 def threads(config: Config) -> int:
