@@ -126,6 +126,7 @@ class Reward(Section, frozen=True, kw_only=True):
 class Sandbox(Section, frozen=True, kw_only=True):
     kind: Literal["bwrap", "subprocess"] = "bwrap"
     memory_mb: Positive = 256
+    storage_mb: Positive = 256  # MiB in memory, beside memory_mb, that an agent may add to its workdir
     pids: Positive = 64
     cpus: Annotated[float, Meta(gt=0)] = 1.0
 
@@ -162,6 +163,7 @@ class SGLang(Section, frozen=True, kw_only=True):
 class Engine(Section, frozen=True, kw_only=True):
     kind: Literal["tiny", "sglang"] = "tiny"
     count: Positive = 1
+    ep: Positive = 1  # tiny: ranks of an engine in a push, which share out a layer's experts
     slots: Positive = 64  # tiny: sessions whose KV is kept; sglang: requests that run at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     lease_seconds: Seconds = 5.0
@@ -212,7 +214,9 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 
 class Push(Section, frozen=True, kw_only=True):
-    path: Literal["broadcast", "shared_memory"] = "broadcast"  # shared_memory: SGLang engines on the trainer's own GPUs
+    path: Literal["broadcast", "direct", "shared_memory"] = "broadcast"
+    """"direct": experts go straight to the GPUs that serve them, where engines can take them so (else "broadcast", and `PlanBuilt` says
+    why); "shared_memory": for SGLang engines on the trainer's own GPUs."""
     bucket_mb: Annotated[float, Meta(gt=0)] = 512.0
     timeout: Seconds = 60.0  # of a whole push, retries included
     call_timeout: Seconds = 15.0  # of one call to an engine, and of one bucket's broadcast
@@ -431,6 +435,8 @@ def _check(c: Config, where: str) -> None:
         refuse("engine.sglang.ep", f"must divide engine.sglang.tp ({c.engine.sglang.tp})")
     if taken := [a for a in c.engine.sglang.args if a.split("=")[0] in SGLANG_OWN]:
         refuse("engine.sglang.args", f"{taken[0]} is set by RL360 from other keys of the recipe: leave it out")
+    if c.engine.ep > 1 and c.engine.kind != "tiny":
+        refuse("engine.ep", "is the tiny engine's: set engine.sglang.ep")
     if c.push.path == "shared_memory" and (c.engine.kind, c.engine.sglang.device) != ("sglang", "cuda"):
         refuse("push.path", '"shared_memory" needs engine.kind = "sglang" on the trainer\'s own GPUs: use "broadcast"')
     if c.push.call_timeout > c.push.timeout:

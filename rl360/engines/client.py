@@ -128,6 +128,10 @@ class EngineClient(Endpoint):
         """Take part in the broadcast of one bucket and load it."""
         await self._done("/update_weights_from_distributed", request)
 
+    async def receive_experts(self, request: c.UpdateExperts) -> None:
+        """Take the experts that the trainer's ranks send to this engine's GPUs."""
+        await self._done("/update_experts_from_ranks", request)
+
     async def map_tensors(self, request: c.UpdateFromTensor) -> None:
         """Load tensors from memory that the caller shares; it must live until this returns."""
         await self._done("/update_weights_from_tensor", request)

@@ -1,4 +1,4 @@
-"""Rank 0 of the group over which one plan's buckets are broadcast.
+"""The trainer's side of the groups of a plan: rank 0 of the one over which buckets are broadcast, and what all groups share.
 
 The rendezvous is torch's own (`init_process_group` with a group name), so that a server which joins by it finds the same keys.
 Every call blocks, so callers run it in a thread. Gloo doesn't notice a dead peer before its timeout, and a call under way
@@ -11,6 +11,7 @@ reference of its own.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -20,6 +21,8 @@ from torch._C import _distributed_c10d as c10d
 
 Backend = Literal["gloo", "nccl"]
 
+TAG: Final = 0
+"""Of what goes from rank to rank: two messages between the same two arrive in their order."""
 _PATIENCE: Final = 10
 """NCCL's own watchdog ends the whole process at its timeout: ours comes first, by this factor."""
 _POLL: Final = 0.0005
@@ -33,7 +36,7 @@ class Collective:
         self.backend: Backend = backend
         self._host, self._timeout = host, timedelta(seconds=timeout)
         # apart from the client that `connect` waits with: dropping the server ends all waits, ours and the engines'
-        self._server: Any = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._server: Any = rendezvous(host, self._timeout)
         self.port: int = self._server.port
         self._group: Any = None  # torch's stubs leave the collectives out
 
@@ -42,8 +45,7 @@ class Collective:
 
         NCCL meets at the first broadcast, not here.
         """
-        store = c10d.TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-        self._group = join(store, self.name, 0, self.world, backend=self.backend, timeout=self._timeout)
+        self._group = join(self._host, self.port, self.name, 0, self.world, backend=self.backend, timeout=self._timeout)
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Send one bucket to all ranks, as one flat tensor. Raises RuntimeError on a broken group or a timeout."""
@@ -53,21 +55,7 @@ class Collective:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         flat = flatten(tensors, self.backend)
-        work = group.broadcast([flat], options)
-        if self.backend == "gloo":
-            work.wait(self._timeout)
-        else:
-            self._finish(group, work)
-            torch.cuda.synchronize(flat.device)
-
-    def _finish(self, group: Any, work: Any) -> None:
-        """Wait for NCCL, which has no wait with a timeout on the host, and abort its communicator when it is late."""
-        end = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():
-            if time.monotonic() > end:
-                group.abort()
-                raise RuntimeError(f"broadcast over group {self.name} did not end within {self._timeout.total_seconds():g} s")
-            time.sleep(_POLL)
+        finish(group, [group.broadcast([flat], options)], backend=self.backend, timeout=self._timeout, name=self.name)
 
     def close(self) -> None:
         """Give the group up; waits for nobody."""
@@ -75,8 +63,14 @@ class Collective:
         self._group = None
 
 
-def join(store: Any, name: str, rank: int, world: int, *, backend: Backend, timeout: timedelta) -> Any:
-    """One rank of a group, with the key prefixes that `torch.distributed` gives a named group."""
+def rendezvous(host: str, timeout: timedelta) -> Any:
+    """Where the ranks of a group find each other: a store on a free port of `host`."""
+    return c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def join(host: str, port: int, name: str, rank: int, world: int, *, backend: Backend, timeout: timedelta) -> Any:
+    """One rank of a group, with the key prefixes that `torch.distributed` gives a named group. Raises RuntimeError."""
+    store = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     device = "cpu" if backend == "gloo" else "cuda"
     keys = c10d.PrefixStore(f"{device}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
     if backend == "gloo":
@@ -84,6 +78,24 @@ def join(store: Any, name: str, rank: int, world: int, *, backend: Backend, time
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout * _PATIENCE
     return c10d.ProcessGroupNCCL(keys, rank, world, options)
+
+
+def finish(group: Any, works: Sequence[Any], *, backend: Backend, timeout: timedelta, name: str) -> None:
+    """Wait for calls under way. NCCL has no wait with a timeout on the host: its communicator is aborted when it is late.
+
+    Raises RuntimeError.
+    """
+    if backend == "gloo":
+        for work in works:
+            work.wait(timeout)
+        return
+    end = time.monotonic() + timeout.total_seconds()
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > end:
+            group.abort()
+            raise RuntimeError(f"group {name} did not carry its weights within {timeout.total_seconds():g} s")
+        time.sleep(_POLL)
+    torch.cuda.synchronize()
 
 
 def flatten(tensors: list[Tensor], backend: Backend = "gloo") -> Tensor:

@@ -151,7 +151,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitWeightsGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Join the collective group of one push plan as ranks [rank_offset, ...). Answers after the trainer joined."""
+    """Join a group of one push plan as ranks [rank_offset, ...), one a GPU. Answers after the trainer joined."""
 
     master_address: str
     master_port: int
@@ -180,6 +180,26 @@ class UpdateFromDistributed(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str | None = None
     load_format: str = "flattened_bucket"
     abort_all_requests: bool = False
+
+
+class ExpertPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What group rank `source` sends to GPU `gpu` of the engine: the tensors in the order of `names`, as in a bucket."""
+
+    source: int
+    gpu: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class UpdateExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts from the trainer ranks that hold them, each part one flat uint8 tensor from rank to rank (tiny engine only).
+
+    A rank's parts arrive in the order of `parts`. Loaded as a bucket is, inside `/begin_weight_update` … `/end_weight_update`.
+    """
+
+    parts: list[ExpertPart]
+    group_name: str
 
 
 class UpdateFromTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

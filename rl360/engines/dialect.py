@@ -40,6 +40,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     fails in an update ends the server: there they are aborted, and their sessions send them again."""
     spans: bool  # replies name the version of every token (SGLang from 0.5.19); before, the last one of a request only
     shared_memory: bool  # can map the trainer's memory: SGLang on a GPU
+    experts_from_ranks: bool  # takes experts from several trainer ranks, each GPU its own (`/update_experts_from_ranks`)
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
@@ -49,13 +50,14 @@ def dialect_of(info: ServerInfo) -> Dialect:
             server=info.version,
             sums="named",
             backend="gloo",
-            tp=1,
-            ep=1,
+            tp=info.tp_size,
+            ep=info.ep_size,
             sessions=True,
             staged=True,
             flush_pause="in_place",
             spans=True,
             shared_memory=False,
+            experts_from_ranks=True,
         )
     version = _version(info)
     for key, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
@@ -74,6 +76,7 @@ def dialect_of(info: ServerInfo) -> Dialect:
         flush_pause="retract" if version >= _FLUSHES_WHILE_HELD else "abort",
         spans=version >= _SPANS,
         shared_memory=info.device != "cpu",
+        experts_from_ranks=False,
     )
 
 

@@ -29,17 +29,21 @@ def sums_of(weights: Mapping[str, Tensor], dialect: Dialect) -> Sums:
 class Holdings:
     """Expected checksums of one set of weights: computed once for each kind of engine, off the loop."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, Tensor], elsewhere: Mapping[str, str]) -> None:
+        """`elsewhere`: checksums by name of weights that other ranks of the trainer have."""
+        self._weights, self._elsewhere = weights, dict(elsewhere)
         self._expected: dict[tuple[str, int, int], Sums] = {}
         self.digest = ""  # of the trainer's own weights, whoever holds them
 
     async def prepare(self, dialects: Iterable[Dialect]) -> None:
         for dialect in dialects:
             if _kind(dialect) not in self._expected:
-                self._expected[_kind(dialect)] = await asyncio.to_thread(sums_of, self._weights, dialect)
+                self._expected[_kind(dialect)] = await asyncio.to_thread(self._sums, dialect)
         if not self.digest:
-            self.digest = combined(await asyncio.to_thread(checksum_of, self._weights.items()))
+            self.digest = combined(await asyncio.to_thread(checksum_of, self._weights.items()) | self._elsewhere)
+
+    def _sums(self, dialect: Dialect) -> Sums:
+        return [rank | self._elsewhere for rank in sums_of(self._weights, dialect)]
 
     def disagreement(self, held: Sums, dialect: Dialect) -> str:
         """Empty when an engine holds these weights; else the first names that differ."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import msgspec
 
-from rl360.engines.plan import EngineSpec, PushPlan
+from rl360.engines.plan import PushPlan
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +20,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine: `calls`; `bytes_gpu` into one of its GPUs. Of the trainer: `bytes_rank`, out of its busiest rank.
 
-    `seconds` is None without rates. An expert is on one GPU of an engine; they are taken to be spread evenly.
+    `seconds` is None without rates.
     """
 
     path: str
@@ -33,7 +32,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
 
 
-def cost(plan: PushPlan, engines: Sequence[EngineSpec], rates: Rates | None) -> Cost:
+def cost(plan: PushPlan, rates: Rates | None) -> Cost:
     """The cost of a plan for engines of one size.
 
     A broadcast goes through the group like water through a pipe, whoever is in it: its bytes over its rate, and a call a bucket. Experts
@@ -41,12 +40,11 @@ def cost(plan: PushPlan, engines: Sequence[EngineSpec], rates: Rates | None) -> 
     """
     to_all = sum(b.bytes for b in plan.buckets)
     sent: dict[int, int] = defaultdict(int)
-    received: dict[str, int] = defaultdict(int)
+    received: dict[tuple[str, int], int] = defaultdict(int)
     for send in plan.sends:
         sent[send.rank] += send.bytes
-        received[send.generation] += send.bytes
-    gpus = {e.generation: e.gpus for e in engines}
-    into_one = max((-(-size // gpus[g]) for g, size in received.items()), default=0)
+        received[send.generation, send.gpu] += send.bytes
+    into_one = max(received.values(), default=0)
     out_of_one = max(sent.values(), default=0)
     calls = max((s.calls for s in plan.seats), default=0)
     seconds = None

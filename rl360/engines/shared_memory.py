@@ -21,8 +21,8 @@ from torch.multiprocessing import reductions
 from rl360.engines.client import EngineClient
 from rl360.engines.contract import UpdateFromTensor
 from rl360.engines.dialect import Dialect
-from rl360.engines.group import Broken, Clients, on_all
 from rl360.engines.plan import Bucket
+from rl360.engines.together import Broken, Clients, on_all
 
 _DEVICE: Final = 6  # of the arguments from which a CUDA tensor is rebuilt
 
@@ -44,6 +44,9 @@ class SharedMemory:
         _, faults = await on_all(clients, load)
         if faults:
             raise Broken(faults)
+
+    async def send_experts(self, version: int, clients: Clients) -> None:
+        """They are in the buckets."""
 
 
 def on_gpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,9 +26,11 @@ def push_plan(recipe: Path, overrides: tuple[str, ...], rates: Rates | None, *, 
 
 def compare(shards: Sequence[ShardSpec], config: Config, rates: Rates | None) -> list[Cost]:
     """The direct path (where there are experts) and the broadcast."""
-    engines = [EngineSpec(generation=f"engine{i}", gpus=_gpus(config)) for i in range(config.engine.count)]
+    engine = config.engine
+    ep = engine.sglang.ep if engine.kind == "sglang" else engine.ep
+    engines = [EngineSpec(generation=f"engine{i}", gpus=_gpus(config), ep=ep) for i in range(engine.count)]
     plans = [plan_push(shards, engines, int(config.push.bucket_mb * _MIB), place_experts=place) for place in (True, False)]
-    return [cost(plan, engines, rates) for plan in (plans if plans[0].path == "direct" else plans[1:])]
+    return [cost(plan, rates) for plan in (plans if plans[0].path == "direct" else plans[1:])]
 
 
 def _shards(config: Config) -> list[ShardSpec]:
@@ -41,12 +43,12 @@ def _shards(config: Config) -> list[ShardSpec]:
 
 
 def _gpus(config: Config) -> int:
-    return config.engine.sglang.tp if config.engine.kind == "sglang" else 1
+    return config.engine.sglang.tp if config.engine.kind == "sglang" else config.engine.ep
 
 
 def _text(config: Config, shards: Sequence[ShardSpec], costs: Sequence[Cost]) -> list[str]:
-    total, rest = sum(s.bytes for s in shards), sum(s.bytes for s in shards if not s.expert)
-    holders = len({s.rank for s in shards if s.expert})
+    total, rest = sum(s.bytes for s in shards), sum(s.bytes for s in shards if s.expert is None)
+    holders = len({s.rank for s in shards if s.expert is not None})
     t = config.trainer
     lines = [
         f"policy    {config.policy.folder}: {_size(total)} in {config.engine.dtype}, of which {_size(rest)} are not experts",

@@ -49,9 +49,10 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
-    """Give the weights of `version` by HF name, on rank 0."""
+    """Give the weights of `version` by HF name, on rank 0; `apart`: experts stay with the ranks that hold them, which send them."""
 
     version: int
+    apart: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import subprocess
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,8 @@ import torch
 
 from rl360.config import Config
 from rl360.trainer import commands
-from rl360.trainer.distributed import Crew, kill_children, meeting_file, process_groups, start_children
+from rl360.trainer.distributed import Child, Crew, kill_children, meeting_file, process_groups, start_children
+from rl360.trainer.expert_lines import ExpertLines
 from rl360.trainer.rank import Answer
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class CrewThread:
         self._config, self._folder = config, folder
         self._executor = ThreadPoolExecutor(1, "trainer")
         self._inside = ExitStack()  # entered and left in the thread
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
 
     async def __aenter__(self) -> CrewThread:
         self._meeting = meeting = meeting_place(self._folder)
@@ -44,9 +44,12 @@ class CrewThread:
         except BaseException:
             self._end()
             raise
+        self.experts = ExpertLines(self._crew.experts, {rank: child.line for rank, child in enumerate(self._children, start=1)})
+        await self.experts.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.experts.close()
         try:
             async with asyncio.timeout(self._config.supervise.drain_seconds):
                 await self._call(self._leave)
@@ -62,7 +65,7 @@ class CrewThread:
         return Crew(self._config, self._folder)
 
     def _leave(self) -> None:
-        if all(child.poll() is None for child in self._children):
+        if all(child.process.poll() is None for child in self._children):
             self._crew.do(commands.Stop())
             self._inside.close()
 
@@ -79,8 +82,8 @@ class CrewThread:
     def check(self) -> None:
         """Raises RankLost when a child rank has ended."""
         for rank, child in enumerate(self._children, start=1):
-            if child.poll() is not None:
-                raise RankLost(f"rank {rank} ended with status {child.returncode}; its log lines stand in the trainer's log")
+            if child.process.poll() is not None:
+                raise RankLost(f"rank {rank} ended with status {child.process.returncode}; its log lines stand in the trainer's log")
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

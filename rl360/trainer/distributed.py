@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rl360.config import Config, Trainer
-from rl360.trainer import commands
+from rl360.trainer import commands, expert_lines
 from rl360.trainer.platform import platform
 
 # isort: split
@@ -104,6 +106,7 @@ class Crew:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._rank = Rank(config, folder)
+        self.experts = self._rank.experts
         self._channel = Channel() if config.trainer.ranks > 1 else None
 
     def do(self, command: commands.Command) -> Answer:
@@ -113,23 +116,38 @@ class Crew:
         return self._rank.perform(command)
 
 
-def start_children(config: Config, folder: Path, meeting: Path) -> list[subprocess.Popen[bytes]]:
+@dataclass(frozen=True)
+class Child:
+    """Another rank: its process, and the line for orders about experts."""
+
+    process: subprocess.Popen[bytes]
+    line: socket.socket
+
+
+def start_children(config: Config, folder: Path, meeting: Path) -> list[Child]:
     """Start ranks 1, 2, …, each in a process group of its own. `meeting`: an empty folder of this life of the trainer.
 
     Call it from a thread that lives as long as the process: a child dies with the thread that made it.
     """
     (meeting / _JOB).write_bytes(msgspec.json.encode(Job(config=config, folder=str(folder))))
-    command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting), str(os.getpid())]
-    ranks = range(1, config.trainer.ranks)
-    return [subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, start_new_session=True) for rank in ranks]
+    return [_start_child(rank, meeting) for rank in range(1, config.trainer.ranks)]
 
 
-def kill_children(children: list[subprocess.Popen[bytes]]) -> None:
+def _start_child(rank: int, meeting: Path) -> Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "rl360.trainer.rank_process", str(meeting), str(os.getpid()), str(rank), str(fd)]
+        return Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[fd]), ours)
+
+
+def kill_children(children: list[Child]) -> None:
     """End the recorded children, with their process groups, and reap them."""
     for child in children:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait(10)
+        if child.process.poll() is None:
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait(10)
+        child.line.close()
 
 
 def meeting_file(meeting: Path) -> Path:
@@ -137,12 +155,13 @@ def meeting_file(meeting: Path) -> Path:
     return meeting / _MEETING
 
 
-def rank_main(meeting: Path, rank: int) -> None:
-    """A child rank: carry out commands until `Stop`."""
+def rank_main(meeting: Path, rank: int, line: int) -> None:
+    """A child rank: carry out commands until `Stop`, and orders that come by the socket `line` beside them."""
     job = msgspec.json.decode((meeting / _JOB).read_bytes(), type=Job)
     torch.set_num_threads(1)
     with process_groups(rank, job.config.trainer, meeting_file(meeting)):
         me, channel = Rank(job.config, Path(job.folder)), Channel()
+        expert_lines.serve(socket.socket(fileno=line), me.experts)
         log.info("rank %d is ready", rank)
         while not isinstance(command := channel.receive(), commands.Stop):
             me.perform(command)

@@ -126,9 +126,12 @@ class Policy:
         """megatron's names and the live parameters."""
         return self.module.named_parameters()
 
-    def export(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream (HF name, copy of the tensor) on rank 0, nothing on others; of other `weights` by `parameters`' names when given."""
-        return self._shards.export(dict(self.parameters()) if weights is None else weights)
+    def export(self, weights: Mapping[str, Tensor] | None = None, *, apart: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Stream (HF name, copy of the tensor) on rank 0, nothing on others; of other `weights` by `parameters`' names when given.
+
+        `apart`: experts aren't gathered, each comes on the lowest rank that holds it.
+        """
+        return self._shards.export(dict(self.parameters()) if weights is None else weights, apart=apart)
 
     # ------------------------------------------------------------------------------------------------ forward, backward
 

@@ -16,11 +16,16 @@ from typing import Final
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl360.bus.blobs import BlobStore
 from rl360.bus.sample import SampleError
 from rl360.config import Config
+from rl360.engines.checksum import checksum_of
+from rl360.engines.expert_rank import ExpertRank
+from rl360.engines.plan import expert_of
+from rl360.engines.weights import HeldExpert, shard_spec
 from rl360.trainer import checkpoints, commands, dist_state, exchange
 from rl360.trainer.agreement import Agreement
 from rl360.trainer.batch import Microbatch, PackedBatch, Replay, TrainSample, pack, train_sample
@@ -47,6 +52,7 @@ class Answer:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     weights: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # by HF name, in the engines' dtype
+    experts: Sequence[HeldExpert] = ()  # of all ranks, where they stay with them
 
 
 class Rank:
@@ -64,6 +70,7 @@ class Rank:
         lags = self._recomputes or LAG[config.run.schedule] > 0
         self._copies = WeightCopies(config.trainer.max_staleness + 1 if lags else 0)
         self._reference = WeightCopies(1 if config.trainer.kl_coef else 0)
+        self.experts = ExpertRank()  # sends what this rank exported, in threads of its own
 
     def perform(self, command: commands.Command) -> Answer:
         """Carry out one command. All ranks get the same commands in the same order."""
@@ -75,8 +82,8 @@ class Rank:
             case commands.Save(step):
                 dist_state.write(self.policy, self._root, step)
                 return Answer()
-            case commands.Export(version):
-                return Answer(weights=self._export(version))
+            case commands.Export():
+                return self._export(command)
             case commands.Stop():
                 return Answer()
 
@@ -113,17 +120,26 @@ class Rank:
         checkpoint = checkpoints.of_version(self._root, version) if version > START else None
         return None if checkpoint is None else dist_state.load_weights(self.policy, checkpoint)
 
-    def _export(self, version: int) -> Mapping[str, Tensor]:
+    def _export(self, order: commands.Export) -> Answer:
         """Raises CheckpointError when the version is gone."""
-        if version == self._version:
-            named = self.policy.export()
-        else:
+        version, weights = order.version, None
+        if version != self._version:
             weights = self._copies.weights(version) if version in self._copies else self._weights(version)
             if weights is None:
                 raise checkpoints.CheckpointError(f"{self._root}: no checkpoint of version {version}, which the engines still serve")
-            named = self.policy.export(weights)
         dtype: torch.dtype = getattr(torch, self._config.engine.dtype)
-        return {name: tensor.to("cpu", dtype) for name, tensor in named}
+        named = {name: tensor.to("cpu", dtype) for name, tensor in self.policy.export(weights, apart=order.apart)}
+        if not order.apart:
+            return Answer(weights=named)
+        own = {name: named.pop(name) for name in list(named) if expert_of(name) is not None}
+        self.experts.hold(version, own)
+        return Answer(weights=named, experts=self._all_experts(own))
+
+    def _all_experts(self, own: Mapping[str, Tensor]) -> list[HeldExpert]:
+        """What every rank sends, and how it is to be found again at the engines."""
+        rank, sums = dist.get_rank(), checksum_of(own.items())
+        mine = [HeldExpert(shard=shard_spec(name, t, rank=rank), checksum=sums[name]) for name, t in own.items()]
+        return [expert for held in exchange.gather(mine, list[HeldExpert]) for expert in held]
 
     # ------------------------------------------------------------------------------------------------ training
 

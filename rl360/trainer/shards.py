@@ -93,19 +93,25 @@ class Shards:
 
     # ------------------------------------------------------------------------------------------------ out
 
-    def export(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def export(self, weights: Mapping[str, Tensor], *, apart: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Stream (HF name, copy of the tensor) on rank 0, a parameter at a time; other ranks run through it and get nothing.
 
-        `weights` by local name, of all ranks alike: the live ones or those of another version.
+        `weights` by local name, of all ranks alike: the live ones or those of another version. `apart`: experts aren't gathered, each
+        comes on the lowest rank that holds it.
         """
         mine = {held.key: (local, held) for local, held in self._held.items()}
         for name in hf.names(self._spec):
             for key in sorted(key for key in self._owners if key[0] == name):
-                whole = self._gather(key, weights, mine.get(key))
+                held = mine.get(key)
+                whole = self._kept(key, weights, held) if apart and hf.of_experts(name) else self._gather(key, weights, held)
                 if whole is not None:
                     experts = range(key[1], key[1] + len(whole)) if hf.of_experts(name) else range(0)
                     for hf_name, part in zip(hf.hf_names(name, experts), hf.split(name, whole, self._spec), strict=True):
                         yield hf_name, part.clone(memory_format=torch.contiguous_format)
+
+    def _kept(self, key: tuple[str, int], weights: Mapping[str, Tensor], mine: tuple[str, Held] | None) -> Tensor | None:
+        """Experts, on the rank that owns them."""
+        return weights[mine[0]].detach() if mine is not None and self._owners[key] == dist.get_rank() else None
 
     def _gather(self, key: tuple[str, int], weights: Mapping[str, Tensor], mine: tuple[str, Held] | None) -> Tensor | None:
         """The whole parameter, on rank 0."""

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import Final
-
-from torch import Tensor
 
 from rl360.bus import events as ev
 from rl360.bus.codec import decode, encode
@@ -20,7 +17,8 @@ from rl360.engines.push import Pusher
 from rl360.trainer import checkpoints, commands, step_events
 from rl360.trainer.crew_thread import CrewThread
 from rl360.trainer.ledger import FOLDED, Ledger, PushOrder, command
-from rl360.trainer.rank import START
+from rl360.trainer.rank import START, Answer
+from rl360.trainer.spec import ModelSpec
 from rl360.trainer.step_batch import StepBatch
 
 _POLL: Final = 0.5
@@ -30,16 +28,18 @@ _MEGABYTE: Final = 1_000_000
 async def main(ctx: WorkerContext) -> None:
     """Train and push until `ctx.stop` is set. Raises ModelError, CheckpointError or RankLost."""
     push = ctx.config.push
-    pusher = Pusher(
-        bucket_bytes=int(push.bucket_mb * _MEGABYTE),
-        timeout=push.timeout,
-        call_timeout=push.call_timeout,
-        shared_memory=push.path == "shared_memory",
-    )
-    async with CrewThread(ctx.config, ctx.dir) as crew, pusher:
-        trainer = Trainer(ctx, crew, pusher)
-        await trainer.restore()
-        await trainer.run()
+    async with CrewThread(ctx.config, ctx.dir) as crew:
+        pusher = Pusher(
+            bucket_bytes=int(push.bucket_mb * _MEGABYTE),
+            timeout=push.timeout,
+            call_timeout=push.call_timeout,
+            shared_memory=push.path == "shared_memory",
+            holders=crew.experts if push.path == "direct" else None,
+        )
+        async with pusher:
+            trainer = Trainer(ctx, crew, pusher)
+            await trainer.restore()
+            await trainer.run()
 
 
 class Trainer:
@@ -56,7 +56,9 @@ class Trainer:
         self._version, self._made_by = START, -1
         self._restored: ev.StepTrained | None = None
         self._training: asyncio.Task[None] | None = None
-        self._exported: tuple[int, Mapping[str, Tensor]] | None = None
+        self._exported: tuple[commands.Export, Answer] | None = None
+        spec = ModelSpec.read(ctx.config.policy.folder)
+        self._experts = spec.experts.count if spec.experts else 0  # of a layer
 
     async def restore(self) -> None:
         """Take the newest usable checkpoint, or the starting policy."""
@@ -182,16 +184,21 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ push
 
     async def _push(self, order: PushOrder) -> None:
-        weights = await self._weights(order.version)
-        outcome = await self._pusher.push(order.version, weights, order.engines, attempt=order.attempt)
+        unable = await self._pusher.unable(order.engines, self._experts)
+        if unable and self._ctx.config.push.path == "direct":
+            self._ctx.log.warning('push of version %d: push.path is "direct", it goes by broadcast: %s', order.version, unable)
+        exported = await self._export(commands.Export(order.version, apart=not unable))
+        outcome = await self._pusher.push(
+            order.version, exported.weights, order.engines, experts=exported.experts, unable=unable, attempt=order.attempt
+        )
         for result in outcome.results:
             if not result.ok:
                 self._ctx.log.error("push of version %d to %s: %s", order.version, result.generation, result.error)
         for event in outcome.events(self._ctx.bus.run, order.step):
             await self._publish(event)
 
-    async def _weights(self, version: int) -> Mapping[str, Tensor]:
+    async def _export(self, order: commands.Export) -> Answer:
         """Kept from one push to the next: a joiner must not wait for the step in work."""
-        if self._exported is None or self._exported[0] != version:
-            self._exported = version, (await self._crew.do(commands.Export(version))).weights
+        if self._exported is None or self._exported[0] != order:
+            self._exported = order, await self._crew.do(order)
         return self._exported[1]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from torch._C._distributed_c10d import BroadcastOptions, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions
 
 from rl360.engines import collective
 from rl360.engines.checksum import checksum_of
@@ -96,8 +96,8 @@ class FakeEngine:
         body = await request.json()
 
         def connect() -> Any:
-            store = TCPStore(body["master_address"], body["master_port"], is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-            return collective.join(store, body["group_name"], body["rank_offset"], body["world_size"], backend="gloo", timeout=TIMEOUT)
+            host, port, rank = body["master_address"], body["master_port"], body["rank_offset"]
+            return collective.join(host, port, body["group_name"], rank, body["world_size"], backend="gloo", timeout=TIMEOUT)
 
         try:
             self.groups[body["group_name"]] = await asyncio.to_thread(connect)

@@ -19,7 +19,8 @@ import torch
 from rl360.bus import events as ev
 from rl360.engines.checksum import checksum_of, combined
 from rl360.engines.contract import TORN
-from rl360.engines.push import Pusher, PushOutcome
+from rl360.engines.push import Pusher
+from rl360.engines.push_outcome import PushOutcome
 
 UPDATE = "/update_weights_from_distributed"
 WEIGHTS = {

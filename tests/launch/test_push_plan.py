@@ -11,7 +11,7 @@ from rl360.cli import main
 from rl360.config import Trainer
 from rl360.engines.plan import EngineSpec, plan_push
 from rl360.engines.plan_cost import Rates, cost
-from rl360.engines.push import shard_specs
+from rl360.engines.weights import shard_specs
 from rl360.tiny import policy_folder
 from rl360.tiny.upcycle import Recipe, upcycle
 from rl360.trainer.hf import HFWeights
@@ -57,11 +57,11 @@ def test_each_expert_is_on_one_rank_of_its_stage(tmp_path: Path) -> None:
 def test_the_busiest_link_decides_how_long_experts_take(tmp_path: Path) -> None:
     upcycle(policy_folder(), tmp_path, Recipe(experts=8, topk=2), seed=0)
     shards = list(paper_shards(ModelSpec.read(tmp_path), Trainer(dp=4, ep=4), "float32"))
-    experts = sum(s.bytes for s in shards if s.expert)
+    experts = sum(s.bytes for s in shards if s.expert is not None)
     rest = sum(s.bytes for s in shards) - experts
     rates = Rates(broadcast=1e6, direct=1e5, call=0.5)
     for engines, busiest in ((1, experts / 2), (4, experts)):  # into one of an engine's two GPUs; out of one of four ranks, to four engines
-        specs = [EngineSpec(generation=f"e{i}", gpus=2) for i in range(engines)]
-        found = cost(plan_push(shards, specs, 1 << 30, place_experts=True), specs, rates)
+        specs = [EngineSpec(generation=f"e{i}", gpus=2, ep=2) for i in range(engines)]
+        found = cost(plan_push(shards, specs, 1 << 30, place_experts=True), rates)
         assert found.calls == 2 and found.bytes_gpu == rest + experts / 2
         assert found.seconds == pytest.approx(rest / 1e6 + busiest / 1e5 + 2 * 0.5)

@@ -21,7 +21,7 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 
 _VOCAB_MULTIPLE: Final = 64
-_EXPERT: Final = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT: Final = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", re.ASCII)
 _VOCABULARY: Final = ("model.embed_tokens.weight", "lm_head.weight")
 
 

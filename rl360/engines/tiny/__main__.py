@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a collective call, and of a pause that nobody ends")
+    parser.add_argument("--ep", type=int, default=1, help="ranks in a push, which share out the experts")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -35,6 +36,7 @@ def main() -> int:
         dtype=args.dtype,
         seed=args.seed,
         timeout=args.timeout,
+        ep=args.ep,
         routed_experts=args.enable_return_routed_experts,
     )
     try:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rl360.engines.checksum import dtype_name
-from rl360.engines.contract import UpdateFromDistributed
+from rl360.engines.contract import ExpertPart, UpdateExperts, UpdateFromDistributed
+from rl360.engines.plan import expert_of, serving
 from rl360.engines.tiny.weights import Weights
 
 SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,7 +21,11 @@ SIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
-def declared_bytes(bucket: UpdateFromDistributed) -> int | None:
+Tensors = UpdateFromDistributed | ExpertPart
+"""What names the tensors of one flat one."""
+
+
+def declared_bytes(bucket: Tensors) -> int | None:
     """Size of the flat tensor that the bucket's own words make it, or None when they make no sense."""
     if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
         return None
@@ -37,6 +42,32 @@ def refusal(bucket: UpdateFromDistributed, weights: Weights) -> str:
         return "abort_all_requests: an update never aborts requests; use /abort_request"
     if bucket.weight_version is not None and (why := version_refusal(bucket.weight_version)):
         return why
+    return _tensors_refusal(bucket, weights)
+
+
+def experts_refusal(order: UpdateExperts, weights: Weights, ranks: int) -> str:
+    """Why these experts can't be loaded by an engine of so many ranks; empty: they can."""
+    named = [name for part in order.parts for name in part.names]
+    if len(set(named)) < len(named):
+        return f"{next(n for n in named if named.count(n) > 1)} is named twice"
+    return next((why for part in order.parts if (why := _part_refusal(part, weights, ranks))), "")
+
+
+def _part_refusal(part: ExpertPart, weights: Weights, ranks: int) -> str:
+    if not 0 <= part.gpu < ranks:
+        return f"gpu {part.gpu}: this engine has {ranks}"
+    if why := _tensors_refusal(part, weights):
+        return why
+    for name in part.names:
+        expert = expert_of(name)
+        if expert is None:
+            return f"{name} is no expert's"
+        if serving(expert, weights.shape.experts, ranks) != part.gpu:
+            return f"{name} was sent to gpu {part.gpu}: gpu {serving(expert, weights.shape.experts, ranks)} serves it"
+    return ""
+
+
+def _tensors_refusal(bucket: Tensors, weights: Weights) -> str:
     if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
         return f"{len(bucket.names)} names, {len(bucket.dtypes)} dtypes, {len(bucket.shapes)} shapes: they must be as many, and some"
     if len(set(bucket.names)) < len(bucket.names):
@@ -54,7 +85,7 @@ def version_refusal(version: str) -> str:
     return "" if _VERSION.fullmatch(version) else f"weight_version {version!r} is not a policy version: send str(int)"
 
 
-def tensors_of(bucket: UpdateFromDistributed, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(bucket: Tensors, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Named views into the flat bytes of a bucket that wasn't refused."""
     offset = 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):

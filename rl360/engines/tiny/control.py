@@ -20,6 +20,7 @@ from rl360.engines.contract import (
     InitWeightsGroup,
     PauseReply,
     PauseRequest,
+    UpdateExperts,
     UpdateFromDistributed,
     UpdateWeightVersion,
 )
@@ -45,6 +46,7 @@ def routes(engine: Engine) -> list[web.RouteDef]:
         _bare("/begin_weight_update", control.begin),
         _bare("/end_weight_update", control.end),
         _post("/update_weights_from_distributed", UpdateFromDistributed, control.update),
+        _post("/update_experts_from_ranks", UpdateExperts, control.update_experts),
         _post("/update_weight_version", UpdateWeightVersion, control.relabel),
         _post("/weights_checker", ChecksumRequest, control.checksum),
     ]
@@ -124,6 +126,10 @@ class _Control:
     async def update(self, order: UpdateFromDistributed) -> web.Response:
         await self._engine.updates.update(order)
         return _json(Done(success=True, message="Succeeded to update parameter online."))
+
+    async def update_experts(self, order: UpdateExperts) -> web.Response:
+        await self._engine.updates.update_experts(order)
+        return _json(Done(success=True, message="Succeeded to update experts online."))
 
     async def relabel(self, order: UpdateWeightVersion) -> web.Response:
         """The label alone (CASES 29): requests go on, cached KV stays."""

@@ -43,6 +43,7 @@ class EngineOptions:
     routed_experts: bool = False
     version: str = "0"
     timeout: float = 60.0
+    ep: int = 1  # ranks in a push: each takes part in it as a GPU would, and receives its share of the experts
 
 
 class Refused(Exception):
@@ -63,13 +64,15 @@ class Engine:
             raise ModelError(f"{options.model}: a context of {context} tokens was asked for, the model knows {shape.context}")
         if options.routed_experts and not shape.moe_layers:
             raise ModelError(f"{options.model}: routed experts were asked for, the model has none: engine.routed_experts = false")
+        if options.ep > 1 and (not shape.moe_layers or shape.experts % options.ep):
+            raise ModelError(f"{options.model}: {options.ep} ranks can't share out {shape.experts} experts evenly: change engine.ep")
         weights = load_weights(options.model, shape, cast(torch.dtype, getattr(torch, options.dtype)))
         model = Model(weights, slots=options.slots, context=context, capture_experts=options.routed_experts)
         self.options = options
         self.limits = Limits(vocab=shape.vocab, context=context, stop_ids=shape.stop_ids)
         self.scheduler = Scheduler(model, version=options.version, seed=options.seed, on_finish=self._finished)
         self.loop = EngineLoop(self.scheduler, pause_limit=options.timeout)
-        self.groups = Groups(options.timeout)
+        self.groups = Groups(options.timeout, options.ep)
         self.updates = Updates(self.loop, self.groups)
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what ended the engine's thread, when it ends by itself."""

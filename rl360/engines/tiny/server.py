@@ -126,6 +126,8 @@ class _Server:
                 served_model_name=options.model.name,
                 max_total_num_tokens=options.slots * limits.context,
                 max_req_input_len=limits.context - 1,
+                tp_size=options.ep,
+                ep_size=options.ep,
                 version=f"rl360-tiny {options.generation}",
                 enable_return_routed_experts=options.routed_experts,
             )

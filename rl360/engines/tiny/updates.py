@@ -11,7 +11,7 @@ import logging
 
 from torch import Tensor
 
-from rl360.engines.contract import UpdateFromDistributed
+from rl360.engines.contract import ExpertPart, UpdateExperts, UpdateFromDistributed
 from rl360.engines.tiny import buckets
 from rl360.engines.tiny.groups import GroupError, Groups
 from rl360.engines.tiny.loop import EngineLoop
@@ -39,6 +39,10 @@ class _Staging:
         self.flush = self.flush or bucket.flush_cache
         self.version = bucket.weight_version or self.version
 
+    def fail(self, why: str) -> None:
+        """The first reason counts: an update of which a part is missing is thrown away whole."""
+        self.failed = self.failed or why
+
 
 class Updates:
     """Update calls of one engine."""
@@ -65,7 +69,7 @@ class Updates:
             flat = await self._receive(bucket)
         except UpdateError as e:
             if staging is not None:
-                staging.failed = staging.failed or str(e)
+                staging.fail(str(e))
             raise
         if staging is not self._staging:
             raise UpdateError("the update that this bucket belongs to is over")
@@ -74,6 +78,22 @@ class Updates:
             staging.received(bucket)
         else:
             await self._swap(weights, bucket.weight_version, bucket.flush_cache)
+
+    async def update_experts(self, order: UpdateExperts) -> None:
+        """Receive experts from the ranks that hold them into the open session. Raises UpdateError; nothing is part-written."""
+        staging = self._staging
+        if staging is None:
+            raise UpdateError("experts come between begin_weight_update() and end_weight_update() only")
+        try:
+            flats = await self._receive_parts(order)
+        except UpdateError as e:
+            staging.fail(str(e))
+            raise
+        if staging is not self._staging:
+            raise UpdateError("the update that these experts belong to is over")
+        for part, flat in zip(order.parts, flats, strict=True):
+            await asyncio.to_thread(_written, staging.weights, part, flat)
+            staging.missing.difference_update(part.names)
 
     async def end(self) -> None:
         """Swap the staged model in, or raise UpdateError and keep the old one when any bucket failed or a tensor is missing."""
@@ -98,12 +118,29 @@ class Updates:
             raise UpdateError(why)
         return flat
 
+    async def _receive_parts(self, order: UpdateExperts) -> list[Tensor]:
+        sizes = [buckets.declared_bytes(part) for part in order.parts]
+        why = buckets.experts_refusal(order, self.live, self._groups.ranks)
+        whole = [size for size in sizes if size is not None]
+        if len(whole) < len(sizes) or sum(whole) > max(buckets.SIZES.values()) * self.live.elements:
+            raise UpdateError(why)
+        if why and not all(0 <= part.gpu < self._groups.ranks for part in order.parts):
+            raise UpdateError(why)
+        try:
+            parts = [(part.source, part.gpu, size) for part, size in zip(order.parts, whole, strict=True)]
+            flats = await self._groups.receive_from(order.group_name, parts)
+        except GroupError as e:
+            raise UpdateError(str(e)) from None
+        if why:
+            raise UpdateError(why)
+        return flats
+
     async def _swap(self, weights: Weights, version: str | None, flush: bool) -> None:
         scheduler = self._loop.scheduler
         await asyncio.wrap_future(self._loop.call(lambda: scheduler.swap(weights, version, flush=flush)))
 
 
-def _written(weights: Weights, bucket: UpdateFromDistributed, flat: Tensor) -> Weights:
+def _written(weights: Weights, bucket: UpdateFromDistributed | ExpertPart, flat: Tensor) -> Weights:
     """`weights`, with the bucket's tensors copied in."""
     for name, tensor in buckets.tensors_of(bucket, flat):
         weights.write(name, tensor)

@@ -39,4 +39,5 @@ def options(ctx: WorkerContext, generation: str) -> EngineOptions:
         seed=seed_of(config.run.seed, generation),
         routed_experts=config.engine.routed_experts,
         timeout=config.push.timeout,
+        ep=config.engine.ep,
     )
