@@ -553,4 +553,4 @@ def life_of(session: str) -> int:
     2
     """
     life = session.rpartition(".")[2]
-    return int(life) if life.isdecimal() else 0
+    return int(life) if life.isascii() and life.isdecimal() else 0

@@ -22,7 +22,7 @@ _SHOWN_ELSEWHERE: Final = {"run", "step", "type", "attempt", "group", "session"}
 _PAYLOAD: Final = ({"size", "inline"}, {"size", "digest"})
 
 
-_ATTEMPT: Final = re.compile(r"[te](\d+)-g(\d+)-a\d+")
+_ATTEMPT: Final = re.compile(r"[te](\d+)-g(\d+)-a\d+", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ POLICY: Final = "policy"
 """Folder of a run, or of an archive: the starting policy, when the run made it (`policy.experts`)."""
 _NAME = re.compile(
     r"recipe\.json|journal/events/(run|step-\d{6,})-\d{4}\.msgpack|blobs/[0-9a-f]{2}/[0-9a-f]{64}"
-    r"|(checkpoints/step-\d{6}|policy)/(?!.*(^|/)\.\.?(/|$))[\w./-]+"
+    r"|(checkpoints/step-\d{6}|policy)/(?!.*(^|/)\.\.?(/|$))[\w./-]+",
+    re.ASCII,
 )
 
 

@@ -47,7 +47,7 @@ _SPARSE = {
     "mlp.experts.weight1": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
     "mlp.experts.weight2": ("mlp.experts.{}.down_proj.weight",),
 }
-_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)", re.ASCII)
 _LAYER = _ATTENTION | _QK_NORM | _DENSE | _SPARSE
 
 
