@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rl360.bus.events import life_of
-from rl360.cli.options import count
 from rl360.engines.sglang.layout import _EXPERT
 from rl360.journal.lines import Filter
 from rl360.journal.manifest import _NAME
