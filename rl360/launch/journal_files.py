@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rl360.bus import subjects
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
+from rl360.bus.connection import api
 from rl360.config import ConfigError
 from rl360.journal.archive import ArchiveSource, is_archive
 from rl360.journal.source import Source
@@ -34,7 +36,18 @@ async def open_source(path: Path, journal: str = "") -> AsyncGenerator[Source]:
         served(folder) as address,
         Bus.connect(address, journal or config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus,
     ):
+        await require(bus, path)
         yield StreamSource(bus, live=address.url == folder.addresses.nats)
+
+
+async def require(bus: Bus, path: Path) -> None:
+    """Raises ConfigError when the store of the run in `path` has no journal of the name that `bus` reads, and names those it has."""
+    prefix = subjects.stream("")
+    known = await api(bus.client, "STREAM.NAMES")
+    names = [n.removeprefix(prefix) for n in known.get("streams") or () if n.startswith(prefix) and not n.endswith("_DLQ")]
+    if bus.run not in names:
+        held = f"it holds {', '.join(sorted(names))}" if names else "it holds none: the run was ended before it began"
+        raise ConfigError(f"{path}: no journal is called {bus.run!r}; {held} (rl360 replay DIR --step N --into NAME makes a copy)")
 
 
 async def records(path: Path, steps: Collection[int] | None = None, *, journal: str = "") -> list[Recorded]:

@@ -140,7 +140,7 @@ def _write(path: Path, value: msgspec.Struct, mode: int) -> None:
 def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} is missing: {path.parent} is not the folder of a run") from None
     except msgspec.MsgspecError as e:
         raise ConfigError(f"{path} is damaged: {e}") from None

@@ -13,6 +13,7 @@ from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.bus.worker import WorkerContext
 from rl360.launch import storage
+from rl360.launch.journal_files import require
 from rl360.launch.kinds import Main, load
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import served
@@ -51,6 +52,8 @@ async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) 
         connecting = Bus.connect(address, journal or config.run.name, blobs, name=f"{kind}{index}")
         connecting.on_full = lambda e: storage.stop_full(storage.journal_full(e, path))
         bus = await stack.enter_async_context(connecting)
+        if journal:
+            await require(bus, path)
         context = WorkerContext(
             kind=kind,
             index=index,

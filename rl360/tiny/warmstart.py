@@ -52,7 +52,8 @@ class Recipe:
 
 
 def main(out: Path, seed: int, *, recipe: Recipe | None = None, report: Callable[[str], None] = print) -> None:
-    """Train a policy and write it into `out`; the seed decides every draw."""
+    """Train a policy and write it into `out`; the seed decides every draw. Raises OSError at once when `out` can't be a folder."""
+    out.mkdir(parents=True, exist_ok=True)  # what can't be written is found before the minutes, not after them
     torch.set_num_threads(1)
     recipe = recipe or Recipe()
     tokenizer = bpe.train(corpus(seed))
@@ -132,8 +133,7 @@ def _loss(model: Qwen3, ids_bt: Tensor, weights_bt: Tensor) -> Tensor:
 
 
 def save(out: Path, model: Qwen3, tokenizer: tokenizers.Tokenizer) -> None:
-    """Write the policy in Hugging Face's layout."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write the policy in Hugging Face's layout into `out`, a folder."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     (out / "model.safetensors").write_bytes(safetensors(tensors, metadata={"format": "pt"}))
     generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": bpe.IM_END, "pad_token_id": bpe.PAD}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl360.cli import main
+from rl360.launch.errors import told, writing
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
 
@@ -29,6 +34,13 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
         (["push", "plan", RECIPE, "--set", "policy.path=nowhere"], "nowhere/config.json"),
         (["chaos", RECIPE, "--dir", "/etc"], "/etc is not empty"),
         (["chaos", RECIPE, "--only", "engin0"], "--only engin0: nothing of this recipe"),
+        (["push", "plan", RECIPE, "--direct-rate", "4"], "give that as well"),
+        (["audit", RECIPE], "not the folder of a run"),
+        (["warmstart", RECIPE], "tiny.toml: File exists; name another place"),
+        (["warmstart", "/proc/x"], "/proc/x: No such file or directory; check the path"),
+        (["run", RECIPE, "--dir", RECIPE], "Not a directory; name another place"),
+        (["schemas", "--out", RECIPE], "tiny.toml: File exists; name another place"),
+        (["journal", "import", "nowhere.zip", "/proc/x"], "/proc/x: No such file or directory; check the path"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -51,6 +63,15 @@ def test_bad_input_is_one_line_and_status_2(
         (["summary", "run", "--picture", "x.xyz"], "must end in .svg or .png"),
         (["journal", "tail", "run", "--lines", "-5"], "is no number from 1 on"),
         (["chaos", RECIPE, "--kills", "0"], "is no number from 1 on"),
+        (["push", "plan", RECIPE, "--broadcast-rate", "nan"], "'nan' is no finite number"),
+        (["push", "plan", RECIPE, "--broadcast-rate", "-1"], "'-1' is no rate: give a number above 0"),
+        (["push", "plan", RECIPE, "--broadcast-rate", "0"], "'0' is no rate"),
+        (["push", "plan", RECIPE, "--direct-rate", "inf"], "'inf' is no finite number"),
+        (["push", "plan", RECIPE, "--call-seconds", "-1"], "'-1' is no duration: give seconds, from 0 on"),
+        (["journal", "tail", "run", "--type", "StepTraind"], "no event is called 'StepTraind'; did you mean StepTrained?"),
+        (["journal", "tail", "run", "--type", "Nope"], "known: BlobsPruned, "),
+        (["explain", "run", "--step", "1", "--journal", "a.b"], "run name 'a.b'"),
+        (["worker", "filter", "--dir", "run", "--journal", ""], "run name ''"),
     ],
 )
 def test_an_option_that_can_not_be_is_refused_by_name(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +88,36 @@ def test_a_file_that_can_not_be_read_is_one_line_and_status_2(tmp_path: Path, ca
     err = capsys.readouterr().err.strip()
     assert str(tmp_path / "recipe.json") in err
     assert len(err.splitlines()) == 1
+
+
+def test_what_is_written_under_another_name_first_is_told_by_the_name_that_the_user_gave(tmp_path: Path) -> None:
+    out = tmp_path / "none" / "out"
+    with pytest.raises(FileNotFoundError) as told_so, writing(out):
+        (tmp_path / "none" / ".out.1.tmp").write_text("x")
+    assert told(told_so.value) == f"{out}: No such file or directory; {told(told_so.value).partition('; ')[2]}"
+    with pytest.raises(FileNotFoundError, match="elsewhere"), writing(out):
+        (tmp_path / "elsewhere").read_text()
+
+
+@pytest.mark.parametrize("number", [n for n in errno.errorcode if n != errno.EPIPE])
+def test_every_error_of_a_place_names_the_place_and_a_remedy(number: int) -> None:
+    place, _, remedy = told(OSError(number, os.strerror(number), "/some/place")).partition("; ")
+    assert place == f"/some/place: {os.strerror(number)}" and remedy
+
+
+def test_a_reader_that_has_enough_of_the_output_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rl360", "doctor"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'numpy', 'nats', 'msgspec'} & set(sys.modules)"
+    code = f"import sys; from rl360.cli import build_parser; build_parser().format_help(); print({heavy})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "set()\n"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

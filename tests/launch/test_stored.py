@@ -77,3 +77,9 @@ async def test_a_run_that_was_never_started_has_no_journal(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="never started"):
         async with open_source(tmp_path):
             pass
+
+
+async def test_a_journal_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{folder}: no journal is called 'nope'; it holds {config().run.name}.*--into NAME makes a copy"):
+        async with open_source(folder, "nope"):
+            pass
