@@ -124,7 +124,8 @@ class Reward(Section, frozen=True, kw_only=True):
 
 
 class Sandbox(Section, frozen=True, kw_only=True):
-    kind: Literal["bwrap", "subprocess"] = "bwrap"
+    kind: Literal["bwrap", "docker", "subprocess"] = "bwrap"
+    image: str = ""  # docker: of tasks that bring neither an image nor a Dockerfile
     memory_mb: Positive = 256
     storage_mb: Positive = 256  # MiB in memory, beside memory_mb, that an agent may add to its workdir
     pids: Positive = 64
@@ -203,6 +204,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     tis_cap: Annotated[float, Meta(gt=0)] = 2.0
     tis_floor: Annotated[float, Meta(ge=0)] = 0.0
     old_policy: Literal["sampler", "keep_old_actor"] = "sampler"  # S22
+    copies: Literal["cpu", "gpu"] = "cpu"  # where copies of older weights lie, for keep_old_actor, kl_coef and engines that join late
     kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     max_staleness: NonNegative = 1  # S24
@@ -217,6 +219,7 @@ class Push(Section, frozen=True, kw_only=True):
     path: Literal["broadcast", "direct", "shared_memory"] = "broadcast"
     """"direct": experts go straight to the GPUs that serve them, where engines can take them so (else "broadcast", and `PlanBuilt` says
     why); "shared_memory": for SGLang engines on the trainer's own GPUs."""
+    every: Positive = 1  # steps between two pushes; the last step's version is pushed in any case
     bucket_mb: Annotated[float, Meta(gt=0)] = 512.0
     timeout: Seconds = 60.0  # of a whole push, retries included
     call_timeout: Seconds = 15.0  # of one call to an engine, and of one bucket's broadcast
@@ -225,6 +228,7 @@ class Push(Section, frozen=True, kw_only=True):
 class Supervise(Section, frozen=True, kw_only=True):
     max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
     drain_seconds: Seconds = 15.0
+    hang_seconds: Annotated[float, Meta(ge=5)] = 300.0  # without a sign of life, after which a process is killed and started again
     min_free_mb: NonNegative = 512  # MiB free on the run's disks, below which it stops before something is lost
 
 
@@ -423,8 +427,9 @@ def _check(c: Config, where: str) -> None:
         refuse("trainer.routing_replay", "needs engine.routed_experts = true: there is nothing to replay otherwise (S11)")
     if c.trainer.tis_floor > c.trainer.tis_cap:
         refuse("trainer.tis_floor", f"must not exceed trainer.tis_cap ({c.trainer.tis_cap:g})")
-    if c.run.schedule == "one_step" and c.trainer.max_staleness < 1:
-        refuse("trainer.max_staleness", 'must be at least 1 with run.schedule = "one_step" (S24)')
+    if c.trainer.max_staleness < (behind := c.push.every - 1 + (c.run.schedule == "one_step")):
+        where = f'run.schedule = "{c.run.schedule}" and push.every = {c.push.every}'
+        refuse("trainer.max_staleness", f"must be at least {behind} with {where} (S24)")
     if c.sampling.context > c.trainer.microbatch_tokens:
         refuse("trainer.microbatch_tokens", f"must hold one whole conversation (sampling.context = {c.sampling.context})")
     if c.tasks.source == "tiny_shell" and c.tasks.pool < c.tasks.groups_per_step:
@@ -460,8 +465,8 @@ def _fault_problem(c: Config, fault: Fault) -> tuple[str, str] | None:
         return "step", f"{fault.step} is never reached: run.steps is {c.run.steps}, steps count from 0"
     if fault.of_engines and fault.domain:
         return "domain", "has no effect on engines: take it out"
-    if fault.kind == "sandbox_kill" and c.sandbox.kind != "bwrap":
-        return "kind", 'sandbox_kill needs sandbox.kind = "bwrap": plain processes have no first process that holds the rest'
+    if fault.kind == "sandbox_kill" and c.sandbox.kind == "subprocess":
+        return "kind", 'sandbox_kill needs sandbox.kind = "bwrap" or "docker": plain processes have no first process that holds the rest'
     if fault.kind == "sandbox_hang" and c.agent.harness == "openai_url":
         return "kind", "sandbox_hang can't be told from the agent's own hang when the agent itself runs in the sandbox (openai_url)"
     return None

@@ -1,7 +1,8 @@
 """Copies of past weights by policy version: the old actor of `keep_old_actor` (S22), and the reference of a KL term.
 
 The trainer computes log-probs under the weights that sampled a token by putting that version's copy into the model for one pass.
-Copies lie in host memory; staleness is bounded (S24), so `limit` = max_staleness + 1 of them are enough.
+Copies lie in host memory, or on the trainer's own device where there is room (`trainer.copies`). Staleness is bounded (S24), so
+`limit` = max_staleness + 1 of them are enough, however many steps lie between two pushes (`push.every`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Scorer(Protocol):
 class WeightCopies:
     """Weights by version, the oldest forgotten first."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self.limit, self._device = limit, device
         self._held: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
 
     def __contains__(self, version: int) -> bool:
@@ -51,7 +52,7 @@ class WeightCopies:
         """Copy the weights of `version`; forget the oldest beyond the limit."""
         if self.limit == 0:
             return
-        self._held[version] = {name: w.detach().to("cpu", copy=True) for name, w in weights}
+        self._held[version] = {name: w.detach().to(self._device, copy=True) for name, w in weights}
         while len(self._held) > self.limit:
             del self._held[min(self._held)]
 

@@ -34,7 +34,7 @@ from rl360.trainer.copies import WeightCopies
 from rl360.trainer.loss import Objective, merge_sums
 from rl360.trainer.model import own_layers
 from rl360.trainer.policy import Policy, StepResult
-from rl360.trainer.progress import LAG
+from rl360.trainer.progress import oldest
 from rl360.trainer.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,10 @@ class Rank:
         self._replays = _replay(self.policy) if config.trainer.routing_replay else None
         self._version = START
         self._recomputes = config.trainer.old_policy == "keep_old_actor"
-        lags = self._recomputes or LAG[config.run.schedule] > 0
-        self._copies = WeightCopies(config.trainer.max_staleness + 1 if lags else 0)
-        self._reference = WeightCopies(1 if config.trainer.kl_coef else 0)
+        lags = self._recomputes or oldest(config.run.schedule, config.push.every) > 0
+        device = torch.device("cpu" if config.trainer.copies == "cpu" else torch.cuda.current_device())
+        self._copies = WeightCopies(config.trainer.max_staleness + 1 if lags else 0, device)
+        self._reference = WeightCopies(1 if config.trainer.kl_coef else 0, device)
         self.experts = ExpertRank()  # sends what this rank exported, in threads of its own
 
     def perform(self, command: commands.Command) -> Answer:

@@ -125,7 +125,7 @@ def test_a_log_prob_that_is_not_finite_leaves_the_weights_alone(dense_folder, gr
 
 def test_s22_keep_old_actor_scores_each_token_under_the_version_that_sampled_it(dense_folder, groups):
     policy = Policy.from_hf(dense_folder, config.Trainer(lr=1e-2), 1.0)
-    copies = WeightCopies(limit=2)
+    copies = WeightCopies(limit=2, device=torch.device("cpu"))
     old, new = random_samples([20, 30], version=0), random_samples([25, 15], version=1, seed=1)
     batches = batches_of([*old, *new], 60)
     copies.hold(0, policy.parameters())
@@ -145,7 +145,7 @@ def test_s22_keep_old_actor_scores_each_token_under_the_version_that_sampled_it(
 
 def test_s22_the_copies_are_bounded_and_a_lost_version_is_named(dense_folder, groups):
     policy = Policy.from_hf(dense_folder, config.Trainer(), 1.0)
-    copies = WeightCopies(limit=2)
+    copies = WeightCopies(limit=2, device=torch.device("cpu"))
     for version in range(4):
         copies.hold(version, policy.parameters())
     assert copies.versions == [2, 3]

@@ -69,8 +69,9 @@ def test_s22_a_kl_term_is_measured_against_the_starting_policy(dense_folder, tmp
     assert second.metrics["train/kl"] > 1e-6
 
 
-def test_s22_after_a_restart_the_old_actors_come_from_their_checkpoints(dense_folder, tmp_path, groups):
-    config = recipe(dense_folder, old_policy="keep_old_actor", max_staleness=2)
+@pytest.mark.parametrize("copies", ["cpu", "gpu"])
+def test_s22_after_a_restart_the_old_actors_come_from_their_checkpoints(copies, dense_folder, tmp_path, groups):
+    config = recipe(dense_folder, old_policy="keep_old_actor", max_staleness=2, copies=copies)
     rank = Rank(config, tmp_path)
     rank.perform(Restore())
     last = trained(rank, tmp_path, dense_folder, 3)
