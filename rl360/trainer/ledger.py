@@ -41,7 +41,7 @@ class Ledger:
     def __init__(self, run: str, config: config.Config) -> None:
         self._config = config
         self._outcomes = Outcomes()
-        self._gate = PushGate(config.run.schedule, config.run.steps)
+        self._gate = PushGate(config.run.schedule, config.run.steps, config.push.every)
         self._members = Membership(run, grace=config.engine.lease_seconds)
         self._groups: dict[int, int] = {}  # training step -> groups it opened with
         self._decided: dict[int, dict[int, ev.GroupDecided]] = {}
@@ -98,7 +98,7 @@ class Ledger:
         served = self._members.floor
         if version < served:
             return None  # the checkpoint was lost: that version is being made again
-        new = version > served and (made_by < 0 or self._gate.may_push(made_by))
+        new = version > served and (made_by < 0 or self._gate.may_push())
         target = version if new else served
         engines = {} if target < 0 else self._members.live() if new else self._members.behind(target)
         step = made_by if target == version else self._maker(target)

@@ -4,6 +4,8 @@
     one_step  step k opens when step k-1's rollouts are over and the version of k-2 is pushed;
               the version of k-1 is pushed when step k's rollouts are over: data is one version back    lag 1
 
+With `push.every` = n only every n-th step's version is pushed, and the last one's: a step waits for the newest of those instead, and
+its tokens are up to n - 1 versions older still.
 So no push ever meets a rollout in flight, and all tokens of a rollout have one version. The scheduler and the trainer's
 `PushGate` fold the same events into the same `Progress`; they need no word with each other.
 """
@@ -21,6 +23,20 @@ LAG: Final[dict[Schedule, int]] = {"sync": 0, "one_step": 1}
 """Steps whose rollouts may run on weights that don't know of the step before."""
 
 FOLDED: Final[tuple[type[ev.Event], ...]] = (ev.StepOpened, ev.VerifierResult, ev.InfraFailed, ev.StepTrained, ev.WeightsPushed)
+
+
+def last_pushed(step: int, every: int) -> int:
+    """The newest step up to `step` after which weights are pushed; negative: none.
+
+    >>> [last_pushed(step, 3) for step in range(7)]
+    [-1, -1, 2, 2, 2, 5, 5]
+    """
+    return (step + 1) // every * every - 1
+
+
+def oldest(schedule: Schedule, every: int) -> int:
+    """Versions that a token may lie behind the weights that train on it (S24)."""
+    return LAG[schedule] + every - 1
 
 
 class Progress:
@@ -67,29 +83,35 @@ class Progress:
         """Engines hold the version that the step left behind; after a skipped step that is the one before (S21)."""
         return step in self._trained and self._trained[step] <= self.pushed
 
-    def may_open(self, schedule: Schedule, step: int) -> bool:
-        """Step `step` may start its rollouts. Their tokens are at most `LAG` versions older than the weights that train on them."""
-        behind = step - 1 - LAG[schedule]
+    def may_open(self, schedule: Schedule, step: int, every: int = 1) -> bool:
+        """Step `step` may start its rollouts. Their tokens are at most `oldest` versions older than the weights that train on them."""
+        behind = last_pushed(step - 1 - LAG[schedule], every)
         return (step == 0 or self.over(ev.Purpose.TRAIN, step - 1)) and (behind < 0 or self.pushed_after(behind))
 
-    def may_push(self, schedule: Schedule, step: int, steps: int) -> bool:
-        """The version that training `step` made may go to the engines; `steps`: steps of the whole run."""
-        generated = min(step + LAG[schedule], steps - 1)
-        return self.over(ev.Purpose.TRAIN, generated) and self.evaluations_over()
+    def may_push(self, schedule: Schedule, steps: int, every: int = 1) -> bool:
+        """The newest version may go to the engines; `steps`: steps of the whole run.
+
+        Nothing is in flight, and nothing is opened before it: the next step waits for a version that is made, or there is no next one.
+        It waits until a push succeeds: whatever failed before, and however far training is, one is due.
+        """
+        newest = max((step for purpose, step in self._in_flight if purpose is ev.Purpose.TRAIN), default=-1)
+        waited = last_pushed(newest - LAG[schedule], every)
+        due = self.trained(waited) and not self.pushed_after(waited)
+        return self.over(ev.Purpose.TRAIN, newest) and self.evaluations_over() and (due or self.trained(steps - 1))
 
 
 class PushGate:
     """The trainer's view of `Progress`."""
 
-    def __init__(self, schedule: Schedule, steps: int) -> None:
+    def __init__(self, schedule: Schedule, steps: int, every: int = 1) -> None:
         self._schedule: Schedule = schedule
-        self._steps = steps
+        self._steps, self._every = steps, every
         self.progress = Progress()
 
     def on(self, event: ev.Event) -> None:
         """Fold an event of `FOLDED`."""
         self.progress.on(event)
 
-    def may_push(self, step: int) -> bool:
-        """No rollout that could see two versions is in flight: the version made by training `step` may be pushed now."""
-        return self.progress.may_push(self._schedule, step, self._steps)
+    def may_push(self) -> bool:
+        """No rollout that could see two versions is in flight: the newest version may be pushed now."""
+        return self.progress.may_push(self._schedule, self._steps, self._every)

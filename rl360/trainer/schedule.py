@@ -62,8 +62,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ opening
 
     def _open(self) -> Iterator[ev.StepOpened]:
-        step = self._next
-        if not self._started or step >= self._config.run.steps or not self._progress.may_open(self._config.run.schedule, step):
+        step, config = self._next, self._config
+        if not self._started or step >= config.run.steps or not self._progress.may_open(config.run.schedule, step, config.push.every):
             return
         self._next += 1
         tasks = draw(self._pool.train, seed=self._config.run.seed, step=step, count=self._config.tasks.groups_per_step)

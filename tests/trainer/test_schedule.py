@@ -14,7 +14,7 @@ from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.config import BudgetSection, Waves
 from rl360.trainer.draw import TaskRef, draw
-from rl360.trainer.progress import LAG, Progress, PushGate
+from rl360.trainer.progress import Progress, PushGate, oldest
 from rl360.trainer.rollouts import Rollouts, budgets
 from rl360.trainer.schedule import EVAL_GROUPS, Scheduler, TaskPool
 from rl360.trainer.waves import wave_size
@@ -23,9 +23,12 @@ from tests.trainer.world import RUN, World, coin, config_of, failed, pool_of, ve
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step"])
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 2**20), kills=st.integers(0, 3))
-def test_a_run_ends_whatever_the_order_of_events_and_however_often_the_scheduler_is_killed(schedule, seed, kills, tmp_path_factory):
-    world = World(config_of(run={"schedule": schedule}), tmp_path_factory.mktemp("w"), seed=seed, kills=kills)
+@given(seed=st.integers(0, 2**20), kills=st.integers(0, 3), every=st.integers(1, 3), lost=st.integers(0, 3))
+def test_a_run_ends_whatever_the_order_of_events_and_however_often_the_scheduler_is_killed_and_pushes_are_lost(
+    schedule, seed, kills, every, lost, tmp_path_factory
+):
+    config = config_of(run={"schedule": schedule}, push={"every": every}, trainer={"max_staleness": every})
+    world = World(config, tmp_path_factory.mktemp("w"), seed=seed, kills=kills, lost_pushes=lost)
     journal = world.play()
     opened = Counter((e.purpose, e.step) for e in journal.of(ev.StepOpened))
     assert opened == {
@@ -52,7 +55,7 @@ def test_a_run_ends_whatever_the_order_of_events_and_however_often_the_scheduler
             ),
             default=0,
         )
-        assert lag <= LAG[schedule]
+        assert lag <= oldest(schedule, every) <= config.trainer.max_staleness
 
 
 def test_one_step_trains_on_data_one_version_back(tmp_path: Path):
@@ -150,28 +153,54 @@ def test_one_step_opens_the_next_step_while_the_last_one_trains_and_its_push_wai
     assert p.may_open("one_step", 1)
     p.on(opened(1))
     p.on(trained(0, 1))
-    assert not p.may_push("one_step", 0, steps=5)
+    assert not p.may_push("one_step", steps=5)
     p.on(failed("t1-g000-a0", step=1))
-    assert p.may_push("one_step", 0, steps=5)
+    assert p.may_push("one_step", steps=5)
     assert not p.may_open("one_step", 2), "step 2 would have tokens two versions back"
     p.on(pushed(1))
     assert p.may_open("one_step", 2)
+
+
+def test_a_push_that_no_engine_took_is_due_until_one_succeeds_however_far_training_is():
+    """one_step: step 2 waits for the version of step 0, whose push was lost; the version of step 1, made meanwhile, must go out."""
+    p = Progress()
+    for event in (opened(0), verified("t0-g000-a0", 1.0), opened(1), trained(0, 1), failed("t1-g000-a0", step=1), pushed(1, ok=False)):
+        p.on(event)
+    assert p.may_push("one_step", steps=5) and not p.may_open("one_step", 2)
+    p.on(trained(1, 2))
+    assert p.may_push("one_step", steps=5)
+    p.on(pushed(2))
+    assert p.may_open("one_step", 2) and not p.may_push("one_step", steps=5)
+
+
+def test_every_nth_version_is_pushed_and_a_skipped_step_passes_on_the_one_before():
+    p = Progress()
+    for event in (opened(0), verified("t0-g000-a0", 1.0), trained(0, 1)):
+        p.on(event)
+    assert not p.may_push("sync", steps=9, every=2) and p.may_open("sync", 1, every=2)
+    for event in (opened(1), verified("t1-g000-a0", 1.0, step=1)):
+        p.on(event)
+    assert not p.may_push("sync", steps=9, every=2), "a newer version is being made"
+    p.on(trained(1, 1))  # skipped
+    assert p.may_push("sync", steps=9, every=2) and not p.may_open("sync", 2, every=2)
+    p.on(pushed(1))
+    assert p.may_open("sync", 2, every=2)
 
 
 def test_the_last_version_of_one_step_does_not_wait_for_a_step_that_never_opens():
     gate = PushGate("one_step", steps=1)
     for event in (opened(0), verified("t0-g000-a0", 1.0), trained(0, 1)):
         gate.on(event)
-    assert gate.may_push(0)
+    assert gate.may_push()
 
 
 def test_a_push_waits_for_evaluation_rollouts():
     gate = PushGate("sync", steps=5)
     for event in (opened(0), opened(0, ev.Purpose.EVAL), verified("t0-g000-a0", 1.0), trained(0, 1)):
         gate.on(event)
-    assert not gate.may_push(0)
+    assert not gate.may_push()
     gate.on(verified("e0-g500-a0", 1.0, group=500))
-    assert gate.may_push(0)
+    assert gate.may_push()
 
 
 def test_a_second_copy_of_an_event_changes_nothing():

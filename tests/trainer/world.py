@@ -79,9 +79,17 @@ class Journal:
 
 class World:
     def __init__(
-        self, config: Config, folder: Path, *, seed: int = 0, behaviour: Behaviour = coin, pool: TaskPool | None = None, kills: int = 0
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        seed: int = 0,
+        behaviour: Behaviour = coin,
+        pool: TaskPool | None = None,
+        kills: int = 0,
+        lost_pushes: int = 0,
     ) -> None:
-        self.config, self.behaviour, self.kills = config, behaviour, kills
+        self.config, self.behaviour, self.kills, self.lost_pushes = config, behaviour, kills, lost_pushes
         self.pool = pool or pool_of()
         self.rng = random.Random(seed)
         self.blobs = BlobStore(folder / "blobs")
@@ -90,7 +98,7 @@ class World:
         self.pushes_in_flight: list[set[str]] = []  # what was in flight at each push
         self.sampled_at: dict[str, int] = {}  # attempt -> version of its tokens
         self._start_machines()
-        self.gate = PushGate(config.run.schedule, config.run.steps)
+        self.gate = PushGate(config.run.schedule, config.run.steps, config.push.every)
         self.outcomes = Outcomes()
         self.tallies: dict[int, StepTally] = {}
         self.version = self.held = 0
@@ -205,18 +213,28 @@ class World:
         if version == 0:
             self.journal.publish(ev.EngineJoined(run=RUN, generation="engine0-1", url="http://127.0.0.1:1"))
         self.pushes_in_flight.append(set(self.in_flight))
-        result = ev.PushResult(generation="engine0-1", ok=True, checksum="x")
+        lost = version > 0 and self.lost_pushes > 0 and self.rng.random() < 0.5
+        self.lost_pushes -= lost
+        result = ev.PushResult(generation="engine0-1", ok=not lost, checksum="x")
         self.journal.publish(
             ev.WeightsPushed(
-                run=RUN, version=version, plan="p", path="broadcast", attempt=1, checksum="x", results=(result,), pause_seconds=0, seconds=0
+                run=RUN,
+                version=version,
+                plan="p",
+                path="broadcast",
+                attempt=1 + sum(e.version == version for e in self.journal.of(ev.WeightsPushed)),
+                checksum="x",
+                results=(result,),
+                pause_seconds=0,
+                seconds=0,
             )
         )
-        self.held = version
+        self.held = self.held if lost else version
         if version == 0:
             self.journal.publish(ev.EngineReady(run=RUN, generation="engine0-1", url="http://127.0.0.1:1", version=0, checksum="x"))
 
     def _trainer(self) -> None:
-        if self.version > self.held and self.gate.may_push(self.trained):
+        if self.version > self.held and self.rng.random() < 0.5 and self.gate.may_push():
             self._push(self.version)
             return
         tally = self.tallies.get(self.trained + 1)
