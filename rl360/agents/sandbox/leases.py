@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     cgroup: tuple[str, ...] = ()
     cgroup_version: int = 0
+    engine: str = ""  # address of the Docker daemon that has its containers
 
 
 class Lease:
@@ -59,7 +61,7 @@ class Lease:
             os.close(self._fd)
             raise
 
-    def open(self, sandbox: str, group: Cgroup | None) -> Path:
+    def open(self, sandbox: str, group: Cgroup | None, *, engine: str = "") -> Path:
         """Record the intent of a sandbox and return its folder, before anything else of it exists."""
         folder = self.folder / sandbox
         folder.mkdir()
@@ -70,6 +72,7 @@ class Lease:
             created=time.time(),
             cgroup=tuple(map(str, group.folders)) if group else (),
             cgroup_version=group.version if group else 0,
+            engine=engine,
         )
         (folder / "intent.json").write_bytes(msgspec.json.encode(intent))
         return folder
@@ -78,17 +81,25 @@ class Lease:
         return f"{self.name}/{sandbox}"
 
     def release(self) -> None:
-        """Give it back; its sandboxes must be closed. A second call does nothing."""
+        """Give it back; its sandboxes must be closed. A second call does nothing.
+
+        One whose containers could not be removed leaves its intent to the next sweep, which finds nobody holding it.
+        """
         if self._fd >= 0:
-            remove_tree(self.folder)
-            self._file.unlink(missing_ok=True)
+            if not any(intent.engine for intent in _intents(self.folder)):
+                remove_tree(self.folder)
+                self._file.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
 
 def sweep(root: Path) -> tuple[str, ...]:
-    """Kill and remove every sandbox whose runner is dead; returns their names. Runners at work are left alone."""
+    """Kill and remove every sandbox whose runner is dead; returns their names. Runners at work are left alone.
+
+    Raises OSError, after all others are swept, for a lease that can't be now; it stays for the next sweep.
+    """
     swept: list[str] = []
+    failed: OSError | None = None
     for file in sorted((*root.glob(f"*{_SUFFIX}"), *root.glob(f".*{_NEW}"))):
         try:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -99,10 +110,15 @@ def sweep(root: Path) -> tuple[str, ...]:
         except BlockingIOError:
             continue
         else:
-            swept += _sweep_lease(root, file.name.removeprefix(".").removesuffix(_SUFFIX).removesuffix(_NEW))
-            file.unlink(missing_ok=True)
+            try:
+                swept += _sweep_lease(root, file.name.removeprefix(".").removesuffix(_SUFFIX).removesuffix(_NEW))
+                file.unlink(missing_ok=True)
+            except OSError as e:
+                failed = failed or e
         finally:
             os.close(fd)
+    if failed is not None:
+        raise failed
     return tuple(swept)
 
 
@@ -110,7 +126,7 @@ def _sweep_lease(root: Path, lease: str) -> list[str]:
     folder = root / lease
     if not folder.is_dir():
         return []
-    intents = [i for path in sorted(folder.iterdir()) if (i := _intent(path / "intent.json"))]
+    intents = _intents(folder)
     deadline = time.monotonic() + _KILL_SECONDS
     for pid in labelled(f"{LABEL}={lease}/".encode()):
         with suppress(ProcessLookupError):
@@ -121,8 +137,20 @@ def _sweep_lease(root: Path, lease: str) -> list[str]:
         if intent.cgroup and any(f.exists() for f in group.folders):
             group.kill(deadline)
             group.remove(deadline)
+    _sweep_containers(lease, intents)
     remove_tree(folder)
     return [i.sandbox for i in intents]
+
+
+def _sweep_containers(lease: str, intents: Sequence[Intent]) -> None:
+    for engine in {i.engine for i in intents if i.engine}:
+        from rl360.agents.sandbox.docker.engine import sweep_lease  # only where a Docker daemon is used
+
+        sweep_lease(engine, lease, {i.sandbox: i.created for i in intents if i.engine == engine})
+
+
+def _intents(folder: Path) -> list[Intent]:
+    return [i for path in sorted(folder.iterdir()) if (i := _intent(path / "intent.json"))]
 
 
 def _locked(path: Path) -> int:

@@ -1,0 +1,149 @@
+"""One command in a running container: byte-exact output, bounded, with a deadline that ends the command and not only our wait.
+
+The first process of the container is a shell that reads process groups to kill from us, so a kill needs no new process
+and works in a container that may have no more. It ends with its input, that is, with the runner.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.base import OUTPUT_LIMIT, ExecResult
+from rl360.agents.sandbox.docker.engine import CALL_SECONDS, Engine
+from rl360.agents.sandbox.docker.stream import Frames, hijack
+from rl360.agents.sandbox.process import FLOOD_LIMIT, text
+from rl360.bus.events import Boundary, Cause
+
+FIRST: Final = (
+    "/bin/bash",
+    "-c",
+    # The label is in the first process's own environment, and in no command's.
+    'trap "" TERM INT HUP QUIT; RL360_SANDBOX="$1" exec /bin/bash -c "$2"',
+    "sandbox",
+)
+"""Start of the argv of a container's first process; its label and `FIRST_SCRIPT` follow."""
+
+FIRST_SCRIPT: Final = 'trap "" TERM INT HUP QUIT; while read -r group; do kill -9 -- "-$group"; done 2>/dev/null'
+
+_WRAPPER: Final = r"""echo $$; /bin/bash -c "$1" bash 2>&1 </dev/null; s=$?; printf '\0%s %s\n' "$2" "$s" """
+"""Says its process group first and the command's status last. A command that forges the last line forges its own status."""
+
+_KILL_SECONDS: Final = 10.0
+_CHUNK: Final = 256 << 10
+
+
+@dataclass(frozen=True)
+class Held:
+    """A running container and the connection to its first process's input."""
+
+    engine: Engine
+    container: str
+    keeper: socket.socket
+
+
+class Said:
+    """What came out of the wrapper so far. Pure.
+
+    >>> said = Said("n0")
+    >>> said.feed(b"12\\nhi"), said.feed(b"\\n\\0n0 3\\n"), said.group, said.output, said.status
+    (None, None, 12, b'hi\\n', 3)
+    """
+
+    def __init__(self, nonce: str, keep: int = OUTPUT_LIMIT) -> None:
+        self._mark = b"\0" + nonce.encode() + b" "
+        self._keep = keep
+        self._kept = bytearray()
+        self._tail = b""  # the last bytes, in which the mark may begin
+        self._total = 0
+        self.group: int | None = None
+        self.status: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        if self.status is not None:
+            return
+        if self.group is None:
+            line, end, data = (self._tail + data).partition(b"\n")
+            self._tail = b"" if end else line
+            if not end:
+                return
+            self.group = int(line) if line.isdigit() else 0
+        self._take(self._tail + data)
+
+    def _take(self, data: bytes) -> None:
+        at = data.find(self._mark)
+        if at >= 0:
+            rest = data[at + len(self._mark) :]
+            if rest.endswith(b"\n"):
+                self._add(data[:at])
+                self._tail, self.status = b"", int(rest) if rest.strip().isdigit() else 255
+                return
+            hold = len(data) - at
+        else:
+            hold = min(len(data), len(self._mark) - 1)
+        self._add(data[: len(data) - hold])
+        self._tail = data[len(data) - hold :]
+
+    def _add(self, data: bytes) -> None:
+        self._total += len(data)
+        self._kept += data[: max(0, self._keep - len(self._kept))]
+
+    @property
+    def total(self) -> int:
+        return self._total + (len(self._tail) if self.group is not None else 0)
+
+    @property
+    def output(self) -> bytes:
+        return bytes(self._kept + (self._tail if self.group is not None else b""))[: self._keep]
+
+
+def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: str) -> ExecResult:
+    """Run it. Raises what the SDK raises, OSError, and InfraError when a command can't be killed."""
+    deadline = time.monotonic() + timeout
+    nonce = secrets.token_hex(8)
+    argv = ["/bin/bash", "-c", _WRAPPER, "rl360", command, nonce]
+    engine = held.engine
+    made = engine.api.exec_create(held.container, argv, environment=dict(env), workdir=cwd)["Id"]
+    link, rest = hijack(engine.address, f"/exec/{made}/start", {"Detach": False, "Tty": False}, CALL_SECONDS)
+    with link:
+        said, frames, ended = Said(nonce), Frames(), False
+        for _, piece in frames.feed(rest):
+            said.feed(piece)
+        while said.status is None and said.total <= FLOOD_LIMIT and (left := deadline - time.monotonic()) > 0:
+            link.settimeout(left)
+            try:
+                data = link.recv(_CHUNK)
+            except TimeoutError:
+                continue
+            if not data:
+                ended = True
+                break
+            for _, piece in frames.feed(data):
+                said.feed(piece)
+    if said.status is not None:
+        return ExecResult(said.status, text(said.output), said.total > OUTPUT_LIMIT)
+    if ended:
+        return ExecResult(_ended(engine, made, 0.0), text(said.output), said.total > OUTPUT_LIMIT)
+    flooded = said.total > FLOOD_LIMIT
+    if not said.group:
+        raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the Docker daemon did not start a command in {timeout:.1f} s")
+    held.keeper.sendall(b"%d\n" % said.group)
+    status = _ended(engine, made, _KILL_SECONDS)
+    return ExecResult(status, text(said.output), flooded or said.total > OUTPUT_LIMIT, timed_out=not flooded)
+
+
+def _ended(engine: Engine, made: str, seconds: float) -> int:
+    """Exit status of a command that ends now. Raises InfraError when it doesn't."""
+    end = time.monotonic() + max(seconds, 1.0)
+    while True:
+        state = engine.api.exec_inspect(made)
+        if not state["Running"] and state["ExitCode"] is not None:
+            return int(state["ExitCode"])
+        if time.monotonic() > end:
+            raise InfraError(Boundary.SANDBOX, Cause.LOST, f"a command outlived SIGKILL by {seconds:g} s")
+        time.sleep(0.01)

@@ -1,0 +1,71 @@
+"""What only a runner on the daemon's own machine can see of a container: its network from within, and its cgroup."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.base import LABEL
+from rl360.agents.sandbox.cgroups import ROOT, Cgroup
+from rl360.bus.events import Boundary, Cause
+
+_NEWNET: Final = 0x40000000
+_REMEDY: Final = 'run the runner as root on the daemon\'s machine (in a container: pid: host), or use harness = "mini_swe"'
+
+
+def listen_in(pid: int, label: str) -> socket.socket:
+    """A listening socket on a free port of the loopback of the container whose first process is `pid`. Raises InfraError.
+
+    A socket keeps the network that it was made in, whoever holds it: a thread goes in, makes it, and ends.
+    """
+    made: list[socket.socket] = []
+    failed: list[OSError] = []
+
+    def enter() -> None:
+        try:
+            if f"{LABEL}={label}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                raise ProcessLookupError(f"process {pid} here is not the sandbox's")
+            with open(f"/proc/{pid}/ns/net", "rb") as network:
+                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), _NEWNET):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            made.append(socket.create_server(("127.0.0.1", 0), backlog=64))
+        except OSError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=enter, name="listen")
+    thread.start()
+    thread.join()
+    if failed:
+        why = f"no listener in the sandbox's network: {failed[0]}; {_REMEDY}"
+        raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, why, exception=type(failed[0]).__name__)
+    return made[0]
+
+
+def oom_kills(container: str, state: Mapping[str, Any]) -> int:
+    """Processes that the memory limit killed: counted by its cgroup where that can be read, else 1 for what `inspect` knows."""
+    counted = 0
+    if (pid := int(state["Pid"])) > 0:
+        for group in _cgroups(pid):
+            counted = max(counted, group.oom_kills())
+    return max(counted, int(bool(state["OOMKilled"])))
+
+
+def _cgroups(pid: int) -> list[Cgroup]:
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Cgroup] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            found.append(Cgroup((ROOT / "memory" / path.lstrip("/"),), 1))
+        elif not controllers:
+            found.append(Cgroup((ROOT / path.lstrip("/"),), 2))
+    return [g for g in found if (g.folders[0] / ("memory.oom_control" if g.version == 1 else "memory.events")).exists()]
