@@ -229,6 +229,7 @@ class Supervise(Section, frozen=True, kw_only=True):
     max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
     drain_seconds: Seconds = 15.0
     hang_seconds: Annotated[float, Meta(ge=5)] = 300.0  # without a sign of life, after which a process is killed and started again
+    hang_seconds: Annotated[float, Meta(ge=5)] = 300.0  # without a sign of life, after which a process is killed and started again
     min_free_mb: NonNegative = 512  # MiB free on the run's disks, below which it stops before something is lost
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +30,10 @@ _REFRESH: Final = 0.5  # seconds between two looks at the table
 
 
 def run(*, recipe: Path | None, path: Path | None, resume: Path | None, overrides: tuple[str, ...], plain: bool) -> int:
-    """Train; returns the exit status: 0 finished, 1 failed, 130 interrupted. Raises ConfigError before anything starts."""
+    """Train; returns the exit status: 0 finished, 128 + signal when interrupted (Ctrl-C: 130).
+
+    Raises ConfigError before anything starts, RunFailed when the run can't go on.
+    """
     folder = _folder(recipe, path, resume, overrides)
     console = Console(highlight=False)
     return asyncio.run(_Run(folder, console, plain or not console.is_terminal).main())
@@ -50,16 +55,26 @@ def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrid
     return folder
 
 
+@contextmanager
+def _while_seen() -> Generator[None]:
+    """A run outlives its screen (a closed terminal, `| head`): from then on it speaks to nobody. The journal has what it would say."""
+    try:
+        yield
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _Run:
     def __init__(self, folder: RunDir, console: Console, plain: bool) -> None:
         self._folder, self._console, self._plain = folder, console, plain
         self._view = RunView()
-        self._interrupts = 0
+        self._interrupts, self._status = 0, 0
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        with _while_seen():
+            self._console.print(line, markup=False, soft_wrap=True)
 
     async def main(self) -> int:
         self.say(f"run {self._folder.config.run.name} in {self._folder.path}")
@@ -67,8 +82,9 @@ class _Run:
             self.say(faults.warning(self._folder.config.faults))
         await prepare.tasks(self._folder, self.say)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_interrupt, number)
         supervisor = Supervisor(self._folder, self.say)
         self._supervisor = supervisor
         async with supervisor:
@@ -78,8 +94,9 @@ class _Run:
             await supervisor.finish(why, len(self._view.train_steps()))
         return self._conclude(why)
 
-    def _on_interrupt(self) -> None:
+    def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts += 1
+        self._status = 128 + number
         self._interrupted.set()
         if self._interrupts == 1:
             self.say("stopping: attempts under way are ended within their bounds; interrupt again to kill")
@@ -87,7 +104,7 @@ class _Run:
             for pid in self._supervisor.pids().values():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            os._exit(130)
+            os._exit(self._status)
 
     async def _until_over(self, supervisor: Supervisor) -> str:
         follow = asyncio.create_task(self._follow(supervisor))
@@ -128,7 +145,7 @@ class _Run:
                     lines.update(self._view, time.time(), over=True)
                     raise
                 lines.update(self._view, time.time())
-        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+        with _while_seen(), Live(console=self._console, auto_refresh=False, transient=False) as live:
             while True:
                 try:
                     await asyncio.sleep(_REFRESH)
@@ -142,7 +159,7 @@ class _Run:
             raise RunFailed(why.removeprefix("failed: "))
         if why == "interrupted":
             self.say(f"go on with: rl360 run --resume {self._folder.path}")
-            return 130
+            return self._status
         picture = self._folder.path / "reward.svg"
         if summary.draw([(self._folder.config.run.name, self._view)], picture):
             self.say(f"reward picture: {picture}")

@@ -2,7 +2,7 @@
 
 recipe.json      the whole config, defaults included      addresses.json  where its services listen
 secrets.json     keys and passwords (0600)                 children.json   processes started, by recorded id
-nats/ blobs/ checkpoints/ sandboxes/ tasks/ logs/         ranks/: where the ranks of a trainer meet
+nats/ blobs/ checkpoints/ sandboxes/ tasks/ logs/         ranks/: where a trainer's ranks meet   alive/: signs of life
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from rl360.launch.children import Children
 from rl360.launch.engine_care import ENGINE, EngineCare
 from rl360.launch.high_water import HighWater, Mark
 from rl360.launch.kinds import workers_of
+from rl360.launch.pulse import HangCare
 from rl360.launch.rundir import RunDir, port_of
 from rl360.launch.stored import StoreLock, take
 from rl360.trainer import checkpoints
@@ -57,6 +58,7 @@ class Supervisor:
         self._store = StoreLock(folder)
         self._children = Children(folder, self._may_restart, self._restarted)
         self._beside: list[asyncio.Task[None]] = []
+        self._hung: dict[str, str] = {}  # why a child was ended that hung, until it is recorded
         self._given_up: set[str] = set()  # engines that are not started again
         self._ended = False
         self._mute = False  # nothing can be recorded any more
@@ -80,6 +82,7 @@ class Supervisor:
                 await self._children.start(f"{kind}{index}", self._worker_command(kind, index))
             self._run_beside(EngineCare(self.bus, self.config, self._children.by_name, self.say).run())
             self._run_beside(self._watch_storage())
+            self._run_beside(self._hang_care().run())
         except BaseException as e:
             await self.kill()
             if isinstance(e, JetStreamError) and e.full:
@@ -218,13 +221,21 @@ class Supervisor:
             return True
         return False
 
+    def _hang_care(self) -> HangCare:
+        servers = {NATS: f"http://127.0.0.1:{self._addresses.nats_monitor_port}/healthz", GATEWAY: f"{self._addresses.gateway}/health"}
+        return HangCare(self.folder.path, self._children.by_name, servers, self.config.supervise.hang_seconds, self._end_hung)
+
+    def _end_hung(self, name: str, why: str) -> None:
+        self._hung[name] = why
+        self.say(f"{name}: {why}: it is killed")
+
     async def _restarted(self, child: Child, status: int) -> None:
         event = ev.WorkerRestarted(
             run=self.config.run.name,
             worker=child.name,
             restarts=child.restarts,
             exit_status=status,
-            cause=_how(status),
+            cause=self._hung.pop(child.name, _how(status)),
             resumed=self.resumed,
         )
         await self._record_event(event)

@@ -15,6 +15,7 @@ from rl360.bus.worker import WorkerContext
 from rl360.launch import storage
 from rl360.launch.journal_files import require
 from rl360.launch.kinds import Main, load
+from rl360.launch.pulse import FOLDER, beat
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import served
 
@@ -66,5 +67,8 @@ async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) 
             log=logging.getLogger(f"rl360.{kind}{index}"),
         )
         context.log.info("started")
+        if not journal:  # nobody waits for a worker on a copy
+            pulse = asyncio.create_task(beat(folder.path / FOLDER / context.name))
+            stack.callback(pulse.cancel)
         await main(context)
         context.log.info("stopped")

@@ -1,0 +1,114 @@
+"""A process that lives on and does nothing is found by its silence, recorded and replaced; a run outlives its terminal in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl360.bus import events as ev
+from rl360.child import Child
+from rl360.launch.hang_watch import GAP, HangWatch, Pulse
+from rl360.launch.journal_files import records
+from rl360.launch.pulse import FOLDER, HangCare, beat
+from tests.launch.run_process import SMALL, leftovers, running
+from tests.launch.test_run import RECIPE, whole
+
+
+def silent_after(watch: HangWatch, pulse: Pulse, seconds: int, start: float = 1000.0) -> dict[str, str]:
+    """What the last of one look a second says."""
+    found: dict[str, str] = {}
+    for second in range(seconds + 1):
+        found = watch.silent(start + second, {"trainer0": pulse})
+    return found
+
+
+def test_silence_of_hang_seconds_ends_a_process() -> None:
+    assert silent_after(HangWatch(20.0), Pulse(7, 1.0), 20) == {}
+    assert "supervise.hang_seconds" in silent_after(HangWatch(20.0), Pulse(7, 1.0), 21)["trainer0"]
+
+
+def test_a_process_that_still_loads_has_until_its_start_is_over() -> None:
+    assert silent_after(HangWatch(20.0, start_seconds=60.0), Pulse(7, 0.0), 60) == {}
+    assert "since its start" in silent_after(HangWatch(20.0, start_seconds=60.0), Pulse(7, 0.0), 61)["trainer0"]
+
+
+def test_a_new_process_starts_anew() -> None:
+    watch = HangWatch(20.0)
+    assert silent_after(watch, Pulse(7, 1.0), 19) == {}
+    assert silent_after(watch, Pulse(8, 1.0), 19, start=1020.0) == {}
+
+
+def test_time_in_which_the_supervisor_itself_stood_still_is_no_silence() -> None:
+    watch = HangWatch(20.0)
+    assert silent_after(watch, Pulse(7, 1.0), 15) == {}
+    assert silent_after(watch, Pulse(7, 1.0), 15, start=1015.0 + GAP + 1) == {}
+
+
+@given(st.lists(st.floats(0.5, 4.0), max_size=60))
+def test_whoever_gives_a_sign_of_life_between_any_two_looks_is_never_ended(gaps: list[float]) -> None:
+    watch, now = HangWatch(5.0), 1000.0
+    for number, gap in enumerate(gaps, start=1):
+        now += gap
+        assert watch.silent(now, {"trainer0": Pulse(7, float(number))}) == {}
+
+
+async def test_a_worker_that_is_stopped_is_killed_and_one_that_works_is_not(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+    children = {name: Child(name, ["cat", "/dev/zero"], Path("/dev/null")) for name in ("works", "hangs")}
+    care = HangCare(tmp_path, children, {}, 2.0, lambda name, why: told.set_result((name, why)))
+    for child in children.values():
+        await child.start()
+    beats = [asyncio.create_task(beat(tmp_path / FOLDER / name)) for name in children]
+    task = asyncio.create_task(care.run())
+    try:
+        async with asyncio.timeout(30):
+            while not (tmp_path / FOLDER / "hangs").exists():
+                await asyncio.sleep(0)
+            beats[1].cancel()
+            name, why = await told
+            assert name == "hangs" and "no sign of life for 2 s" in why
+            assert await children["hangs"].wait() == -signal.SIGKILL
+        assert children["works"].pid
+    finally:
+        for each in (task, *beats):
+            each.cancel()
+        for child in children.values():
+            await child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["trainer0", "session0", "scheduler0", "nats-server", "gateway"])
+async def test_a_stopped_worker_is_found_recorded_and_replaced(tmp_path: Path, worker: str) -> None:
+    path = tmp_path / "run"
+    overrides = (*SMALL, "run.steps=3", "supervise.hang_seconds=6.0")
+    async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.StepTrained]) as reader:
+            assert await reader.next(60) is not None
+            os.kill(run.pid_of(worker), signal.SIGSTOP)
+        assert await run.ended(150) == 0, run.output.decode()
+    text = run.output.decode()
+    assert f"{worker}: it hangs: no sign of life for 6 s (supervise.hang_seconds): it is killed" in text
+    restarts = [r.event for r in await records(path) if isinstance(r.event, ev.WorkerRestarted)]
+    assert (worker, True) in [(r.worker, "it hangs" in r.cause) for r in restarts]
+    await whole(path, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_to_end_drains_and_records_the_end(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=3")) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.StepTrained]) as reader:
+            assert await reader.next(60) is not None
+        run.process.send_signal(number)
+        assert await run.ended(60) == 128 + number
+    assert f"rl360 run --resume {path}" in run.output.decode()
+    assert leftovers(path) == []
+    assert [r.event.why for r in await records(path) if isinstance(r.event, ev.RunFinished)] == ["interrupted"]
