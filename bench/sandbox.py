@@ -90,7 +90,7 @@ def bench(n: int, root: Path) -> Meter:
 
 
 def fresh_bwrap(root: Path) -> None:
-    host, limits = detect(), Limits(memory_mb=256, pids=64, cpus=1.0)
+    host, limits = detect(), Limits(memory_mb=256, storage_mb=256, pids=64, cpus=1.0)
     subprocess.run(
         [*host.namespaces(host.uid_of(0), limits), "--bind", str(root / "task"), "/app", "--chdir", "/app", "bash", "-c", ":"], check=True
     )

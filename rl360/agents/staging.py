@@ -9,17 +9,21 @@ import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rl360.agents.tasks import NOT_COPIED, Task, TaskError, digest_of_folder
+
+_PAGE: Final = 4096
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Folders of one task's copy. `environment` has what is copied into the workdir; None: nothing is."""
+    """Folders of one task's copy. `environment` has what is copied into the workdir, of `size` bytes in memory; None: nothing is."""
 
     environment: Path | None
     tests: Path
     solution: Path | None
+    size: int = 0
 
 
 class Stage:
@@ -47,7 +51,13 @@ class Stage:
             (copy / "environment" / name).unlink(missing_ok=True)
         _make_readable(copy)
         environment, solution = copy / "environment", copy / "solution"
-        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None)
+        size = _size(environment) if task.files else 0
+        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None, size)
+
+
+def _size(folder: Path) -> int:
+    """Bytes that a copy takes on a file system of 4 KiB pages, folders and links among them."""
+    return sum(-(-(path.lstat().st_size or 1) // _PAGE) * _PAGE for path in folder.rglob("*"))
 
 
 def _make_readable(folder: Path) -> None:

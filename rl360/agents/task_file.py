@@ -105,6 +105,11 @@ class TaskFile(Section, frozen=True, kw_only=True):
         return "default"
 
     @property
+    def storage_mb(self) -> int | None:
+        legacy = self.environment.storage
+        return self.environment.storage_mb or (megabytes(legacy) if legacy else None)
+
+    @property
     def memory_mb(self) -> int | None:
         legacy = self.environment.memory
         return self.environment.memory_mb or (megabytes(legacy) if legacy else None)

@@ -49,6 +49,7 @@ class Task:
     agent_timeout: float | None
     verifier_timeout: float | None
     memory_mb: int | None
+    storage_mb: int | None
     cpus: float | None
     low: float
     high: float
@@ -90,6 +91,7 @@ def load_task(folder: Path) -> Task:
         agent_timeout=file.agent.timeout_sec,
         verifier_timeout=file.verifier.timeout_sec,
         memory_mb=file.memory_mb,
+        storage_mb=file.storage_mb,
         cpus=file.environment.cpus,
         low=low,
         high=high,

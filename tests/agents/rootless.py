@@ -22,9 +22,10 @@ def main(place: Path) -> None:
         "s0",
         run="rootless",
         number=0,
-        limits=Limits(memory_mb=256, pids=24, cpus=1.0),
+        limits=Limits(memory_mb=256, storage_mb=16, pids=24, cpus=1.0),
         workdir="/app",
         files=None,
+        files_size=0,
         env={},
         start_timeout=10.0,
     )
@@ -51,6 +52,7 @@ def check(sandbox: BwrapSandbox, place: Path) -> None:
         sandbox.exec(f"echo hi > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}", 5)
         with listener.accept()[0] as connection:
             assert connection.recv(3) == b"hi\n"
+    assert "No space left" in sandbox.exec("head -c 20000000 /dev/zero > big; rm big", 5).output
     sandbox.exec("kill -9 -1; kill -9 1", 5)
     sandbox.exec("bomb() { bomb | bomb & }; bomb; sleep 0.2", 2)
     sandbox.exec("(setsid sleep 60 >/dev/null 2>&1 &)", 5)

@@ -10,7 +10,7 @@ from rl360.agents.sandbox import cgroups
 from rl360.agents.sandbox.base import Limits
 from rl360.agents.sandbox.cgroups import CONTROLLERS, Cgroup, Hierarchy, describe
 
-LIMITS = Limits(memory_mb=64, pids=16, cpus=0.5)
+LIMITS = Limits(memory_mb=64, storage_mb=32, pids=16, cpus=0.5)
 
 
 @pytest.mark.skipif(Hierarchy.find() is None, reason="cgroups are not writable here")
@@ -37,7 +37,7 @@ def test_v2_delegates_and_limits(tmp_path: Path) -> None:
     folder = tmp_path / "rl360" / "run" / "s0"
     group = Hierarchy((tmp_path / "rl360",), 2).create("run", "s0", LIMITS)
     assert group == Cgroup((folder,), 2)
-    assert (folder / "memory.max").read_text() == str(64 << 20)
+    assert (folder / "memory.max").read_text() == str((64 + 32) << 20)
     assert (folder / "pids.max").read_text() == "16"
     assert (folder / "cpu.max").read_text() == "50000 100000"
     for above in (tmp_path / "rl360", tmp_path / "rl360" / "run"):

@@ -289,6 +289,13 @@ async def test_s14_a_sandbox_that_its_agent_ran_out_of_memory_is_judged(stage: S
         assert (await stage.verified()).reward == 1.0
 
 
+async def test_s14_a_sandbox_whose_agent_filled_its_disk_is_judged(stage: Stage) -> None:
+    await stage.admit()
+    fill = "head -c 9000000 /dev/zero > filler; head -c 90000000 /dev/zero > /tmp/filler; head -c 90000000 /dev/zero > /logs/filler"
+    async with stage.running(agent={"script": [SOLVE, fill]}, sandbox={"storage_mb": 1}):
+        assert (await stage.verified()).reward == 1.0
+
+
 # ------------------------------------------------------------------------------------------------ lives
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,40 @@ def test_a_memory_hog_is_killed_and_counted_and_the_sandbox_lives(sandboxes: San
     assert sandbox.exec("echo alive", 5).output == "alive\n"
 
 
+FILL = {
+    "one large file": "head -c 200000000 /dev/zero > big",
+    "small files": "for i in $(seq 10000); do echo $i > f$i || exit 1; done",
+    "space asked for and not written": "fallocate -l 200M big",
+    "a file with a hole": "truncate -s 200M big && cat /dev/zero 1<>big",
+    "a deleted file that is open": "exec 3>big; rm big; head -c 200000000 /dev/zero >&3",
+}
+
+
+@pytest.mark.parametrize("how", FILL)
+def test_a_full_workdir_refuses_what_goes_beyond_it_and_the_sandbox_lives(sandboxes: Sandboxes, task: Task, how: str) -> None:
+    sandbox, neighbour = sandboxes.start(task, storage_mb=8), sandboxes.start(task, storage_mb=8)
+    full = sandbox.exec(FILL[how], 30)
+    assert (full.status != 0, full.timed_out, "No space left" in full.output) == (True, False, True), full
+    assert neighbour.exec("head -c 7000000 /dev/zero > ok && cat notes.txt", 10).output == "hello\n"
+    on_disk = sum(path.lstat().st_blocks * 512 for path in sandboxes.lease.folder.glob("s*/**/*"))
+    assert on_disk < 1 << 16  # nothing that an agent writes reaches a disk of the run
+    assert sandbox.exec("rm -f big g f*; echo again > notes.txt; cat notes.txt", 10).output == "again\n"
+    assert sandbox.oom_kills() == 0
+
+
+def test_empty_files_fill_a_workdir_too(sandboxes: Sandboxes, task: Task) -> None:
+    sandbox = sandboxes.start(task, storage_mb=1)
+    assert "No space left" in sandbox.exec("touch $(seq 5000)", 20).output
+    assert sandbox.exec("cat notes.txt", 5).output == "hello\n"
+
+
+def test_a_workdir_holds_its_tasks_files_and_the_smaller_of_the_tasks_and_the_recipes_storage(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", files={"large": "x" * 3_000_000}, toml='[environment]\nstorage = "2M"\n')
+    room = "df --output=avail -k . | tail -1"
+    assert int(sandboxes.start(task, storage_mb=4).exec(room, 5).output) == 2 << 10
+    assert int(sandboxes.start(task, storage_mb=1).exec(room, 5).output) == 1 << 10
+
+
 def test_a_fork_bomb_stays_in_its_sandbox(sandboxes: Sandboxes, task: Task) -> None:
     bombed, other = sandboxes.start(task, pids=32), sandboxes.start(task)
     bombed.exec("bomb() { bomb | bomb & }; bomb; sleep 0.2", 1.0)
@@ -188,12 +223,12 @@ def test_whatever_an_agent_makes_of_its_workdir_is_removed(sandboxes: Sandboxes,
     assert Path("/etc/passwd").exists()
 
 
-def test_s13_a_sandbox_that_cannot_start_says_why(sandboxes: Sandboxes, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s13_a_sandbox_that_cannot_start_says_why(sandboxes: Sandboxes, task: Task) -> None:
     sandbox = sandboxes.make(task)
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 1, 1, 1, 1, 1, 1, 0, 255)))
-    with pytest.raises(InfraError) as caught:
+    sandbox._host = replace(detect(), unshare="/bin/false")  # type: ignore[attr-defined]  # a machine that lets nobody mount
+    with pytest.raises(InfraError, match="disk can't be mounted") as caught:
         sandbox.start()
-    assert caught.value.cause is Cause.DISK_FULL
+    assert caught.value.cause is Cause.START_FAILED
 
 
 def test_s13_bwraps_own_words_are_in_the_error(sandboxes: Sandboxes, tmp_path: Path) -> None:

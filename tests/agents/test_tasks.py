@@ -30,12 +30,13 @@ reward_min = -1
 [environment]
 workdir = "/testbed/"
 memory = "2G"
+storage = "3G"
 cpus = 2
 env = { MODE = "fast" }
 """
     task = make_task(tmp_path / "t", toml=toml, files={"a/b.txt": "x", "c": "y"})
     assert (task.name, task.domain, task.workdir) == ("answer", "arithmetic", "/testbed")
-    assert (task.agent_timeout, task.verifier_timeout, task.memory_mb, task.cpus) == (7.5, 3.0, 2048, 2.0)
+    assert (task.agent_timeout, task.verifier_timeout, task.memory_mb, task.storage_mb, task.cpus) == (7.5, 3.0, 2048, 3072, 2.0)
     assert (task.low, task.high, task.env, task.oracle) == (-1.0, 1.0, {"MODE": "fast"}, True)
     assert task.files == ("a/b.txt", "c")  # the Dockerfile describes an image, and is no file of the workdir
 

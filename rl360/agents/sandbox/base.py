@@ -27,9 +27,13 @@ class ExecResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one sandbox: memory in MiB (tmpfs included), processes, CPUs."""
+    """Bounds of one sandbox: memory in MiB (what is written outside the workdir included), MiB written in the workdir, processes, CPUs.
+
+    The workdir is in memory too and comes on top of `memory_mb`: a full one leaves the verifier as much as an empty one.
+    """
 
     memory_mb: int
+    storage_mb: int
     pids: int
     cpus: float
 

@@ -13,13 +13,14 @@ from typing import Final
 
 from rl360.agents.outcomes import InfraError, boundary
 from rl360.agents.sandbox.base import ExecResult, Limits, Sealed
+from rl360.agents.sandbox.disk import Disk
 from rl360.agents.sandbox.host import Host
 from rl360.agents.sandbox.leases import Lease, remove_tree
 from rl360.agents.sandbox.place import Place
 from rl360.bus.events import Boundary, Cause
 
-_FREE_BYTES: Final = 256 << 20
-"""A sandbox isn't started with less left on the disk."""
+_LOGS_PART: Final = 16
+"""The verifier's folder may take one part in so many of the memory limit: a full workdir must leave it room for a reward."""
 _CLOSE_SECONDS: Final = 5.0
 _LISTEN_SECONDS: Final = 10.0
 
@@ -38,6 +39,7 @@ class BwrapSandbox:
         limits: Limits,
         workdir: str,
         files: Path | None,
+        files_size: int,
         env: Mapping[str, str],
         start_timeout: float,
         read_only: Mapping[str, Path] | None = None,
@@ -45,13 +47,14 @@ class BwrapSandbox:
         self.id = name
         self._host, self._lease, self._limits = host, lease, limits
         self._uid = host.uid_of(number)
-        self._inside, self._files, self._env = workdir, files, env
+        self._inside, self._files, self._files_size, self._env = workdir, files, files_size, env
         self._read_only = read_only or {}
         self._timeout = start_timeout
         self._run = run
         self._group = host.hierarchy.existing(run, f"{lease.name}.{name}") if host.hierarchy else None
-        self.root = lease.folder / name
+        self.root = self._folder = lease.folder / name
         self.workdir = self.root / "app"
+        self._disk: Disk | None = None
         self._place: Place | None = None
         self._sealed: Place | None = None
         self._aborted = False
@@ -61,13 +64,11 @@ class BwrapSandbox:
         with boundary(Boundary.SANDBOX):
             end = time.monotonic() + self._timeout
             self._lease.open(self.id, self._group)
-            self._refuse_full_disk()
             if self._host.hierarchy is not None:
                 self._host.hierarchy.create(self._run, f"{self._lease.name}.{self.id}", self._limits)
-            if self._files is None:
-                self.workdir.mkdir()
-            else:
-                shutil.copytree(self._files, self.workdir, symlinks=True)
+            self._mount(max(0.0, end - time.monotonic()))
+            if self._files is not None:
+                shutil.copytree(self._files, self.workdir, symlinks=True, dirs_exist_ok=True)
             self._own(self.workdir)
             self._place = self._new_place()
             self._place.start(self._read_only, {self._inside: self.workdir}, max(0.0, end - time.monotonic()))
@@ -118,7 +119,15 @@ class BwrapSandbox:
             if self._group is not None:
                 self._group.kill(deadline)
                 self._group.remove(deadline)
-            remove_tree(self.root)
+            if self._disk is not None:
+                self._disk.close()
+            remove_tree(self._folder)
+
+    def _mount(self, timeout: float) -> None:
+        size, beside = self._files_size + (self._limits.storage_mb << 20), (self._limits.memory_mb << 20) // _LOGS_PART
+        self._disk = Disk(self._host, self._folder, size=size, beside=beside, timeout=timeout)
+        self.root = self._disk.root
+        self.workdir = self.root / "app"
 
     def _started(self) -> Place:
         if self._place is None:
@@ -126,7 +135,7 @@ class BwrapSandbox:
         return self._place
 
     def _new_place(self) -> Place:
-        if self._aborted:
+        if self._aborted or self._disk is None:
             raise InfraError(Boundary.SANDBOX, Cause.CANCELLED, "the sandbox was killed by its runner")
         return Place(
             self._host,
@@ -135,7 +144,8 @@ class BwrapSandbox:
             limits=self._limits,
             group=self._group,
             cwd=self._inside,
-            info=self.root / "bwrap.json",
+            info=self._folder / "bwrap.json",
+            disk=self._disk,
         )
 
     def _own(self, folder: Path) -> None:
@@ -146,9 +156,3 @@ class BwrapSandbox:
         for parent, folders, files in os.walk(folder):
             for name in (*folders, *files):
                 os.chown(os.path.join(parent, name), self._uid, self._uid, follow_symlinks=False)
-
-    def _refuse_full_disk(self) -> None:
-        disk = os.statvfs(self.root)
-        if disk.f_bavail * disk.f_frsize < _FREE_BYTES:
-            free = disk.f_bavail * disk.f_frsize >> 20
-            raise InfraError(Boundary.SANDBOX, Cause.DISK_FULL, f"{free} MiB left on the disk of {self.root}; free some space")

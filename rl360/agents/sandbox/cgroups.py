@@ -122,7 +122,7 @@ class Hierarchy:
 
 
 def _settings(group: Cgroup, limits: Limits) -> list[tuple[Path, str]]:
-    size, quota = str(limits.memory_mb << 20), str(round(limits.cpus * _PERIOD))
+    size, quota = str((limits.memory_mb + limits.storage_mb) << 20), str(round(limits.cpus * _PERIOD))
     if group.version == 2:
         (only,) = group.folders
         swap = [(only / "memory.swap.max", "0")] if (only / "memory.swap.max").exists() else []
@@ -152,7 +152,7 @@ def _usable(hierarchy: Hierarchy) -> Hierarchy | None:
     try:
         if hierarchy.version == 2:
             _delegate(hierarchy.parents[0])
-        group = hierarchy.create(probe, "x", Limits(memory_mb=64, pids=8, cpus=1.0))
+        group = hierarchy.create(probe, "x", Limits(memory_mb=64, storage_mb=1, pids=8, cpus=1.0))
         group.remove(time.monotonic() + 1.0)
         hierarchy.remove_run(probe)
     except OSError:

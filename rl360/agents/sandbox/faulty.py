@@ -40,6 +40,7 @@ class FaultySandbox:
 
     def start(self) -> None:
         self._inner.start()
+        self.root, self.workdir = self._inner.root, self._inner.workdir
 
     def exec(self, command: str, timeout: float, env: Mapping[str, str] | None = None) -> ExecResult:
         if self._kind == "sandbox_kill":

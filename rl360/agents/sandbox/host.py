@@ -27,9 +27,6 @@ _UIDS: Final = 4096
 _USER_UID: Final = 1000
 """Inside a user namespace, where we are not root."""
 
-FILE_LIMIT: Final = 1 << 30
-"""Bytes of one file that a sandbox may write."""
-
 _MEMORY_FOLDERS: Final = {"/tmp": 4, "/root": 8, "/dev/shm": 8, "/logs": 16}
 """Writable folders in memory, each of one part in so many of the memory limit: together they can't use it up."""
 
@@ -44,6 +41,7 @@ class Host:
     bwrap: str
     nsenter: str
     setpriv: str
+    unshare: str
     shell: str
     bash: str
     env: str
@@ -62,8 +60,7 @@ class Host:
         `inside`: `argv` enters a sandbox. Else it makes one, and counts among all processes of this user until it has,
         so no limit on their number is set.
         """
-        block = 512 if group else 1024  # bytes that sh and bash take as a unit of -f
-        script = f"{{ echo 500 >/proc/self/oom_score_adj; ulimit -c 0; ulimit -f {FILE_LIMIT // block}; }} 2>/dev/null; "
+        script = "{ echo 500 >/proc/self/oom_score_adj; ulimit -c 0; } 2>/dev/null; "
         if group is None:
             processes = f"ulimit -u {limits.pids}; " if inside else ""
             script += f'{{ ulimit -v {limits.memory_mb << 10}; {processes}}} 2>/dev/null; exec "$@"'
@@ -110,6 +107,10 @@ class Host:
         argv = [self.nsenter, "-t", str(pid), *user, "-m", "-p", "-i", "-u", "-n", "-w", "--", self.setpriv, *who, "--no-new-privs", "--"]
         return [*argv, self.env, "--", *(f"{name}={value}" for name, value in env.items())] if env else argv
 
+    def enter_mounts(self, pid: int) -> list[str]:
+        """Argv that runs what follows it with the mounts of process `pid`, and all else of ours."""
+        return [self.nsenter, "-t", str(pid), *([] if self.rooted else ["-U", "--preserve-credentials"]), "-m", "--"]
+
     def enter_network(self, pid: int) -> list[str]:
         """Argv that runs what follows it with the network of process `pid` and all else of ours."""
         return [self.nsenter, "-t", str(pid), *([] if self.rooted else ["-U", "--preserve-credentials"]), "-n", "--"]
@@ -118,7 +119,7 @@ class Host:
 @cache
 def detect() -> Host:
     """This machine. Raises InfraError naming the missing program and its remedy. Warns once when limits are weak."""
-    programs = {name: _program(name) for name in ("bwrap", "nsenter", "setpriv", "sh", "bash", "env", "cat")}
+    programs = {name: _program(name) for name in ("bwrap", "nsenter", "setpriv", "unshare", "sh", "bash", "env", "cat")}
     hierarchy = Hierarchy.find()
     if hierarchy is None:
         log.warning("%s", WEAK_LIMITS)
@@ -126,6 +127,7 @@ def detect() -> Host:
         bwrap=programs["bwrap"],
         nsenter=programs["nsenter"],
         setpriv=programs["setpriv"],
+        unshare=programs["unshare"],
         shell=programs["sh"],
         bash=programs["bash"],
         env=programs["env"],
@@ -137,7 +139,7 @@ def detect() -> Host:
 
 
 _PACKAGES: Final = {
-    **{"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux"},
+    **{"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux", "unshare": "util-linux"},
     **{"bash": "bash", "sh": "dash", "env": "coreutils", "cat": "coreutils"},
 }
 

@@ -26,7 +26,9 @@ class SandboxMaker:
         self._section, self._lease, self._run = section, lease, run
         self._host = detect() if section.kind == "bwrap" else None
         if self._host is None:
-            log.warning('sandbox.kind = "subprocess": agents run as this user, with this machine\'s files and network in reach')
+            log.warning(
+                'sandbox.kind = "subprocess": agents run as this user, with this machine\'s files and network in reach and no limits'
+            )
 
     def make(
         self, name: str, number: int, task: Task, staged: Staged, timeout: float, read_only: Mapping[str, Path] | None = None
@@ -43,6 +45,7 @@ class SandboxMaker:
             limits=self._limits(task),
             workdir=task.workdir,
             files=staged.environment,
+            files_size=staged.size,
             env=task.env,
             start_timeout=timeout,
             read_only=read_only,
@@ -56,6 +59,7 @@ class SandboxMaker:
     def _limits(self, task: Task) -> Limits:
         return Limits(
             memory_mb=min(self._section.memory_mb, task.memory_mb or self._section.memory_mb),
+            storage_mb=min(self._section.storage_mb, task.storage_mb or self._section.storage_mb),
             pids=self._section.pids,
             cpus=min(self._section.cpus, task.cpus or math.inf),
         )

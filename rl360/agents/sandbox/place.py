@@ -21,6 +21,7 @@ from typing import Final
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import LABEL, PATH, ExecResult, Limits
 from rl360.agents.sandbox.cgroups import Cgroup
+from rl360.agents.sandbox.disk import Disk
 from rl360.agents.sandbox.host import Host
 from rl360.agents.sandbox.process import Captured, capture, status_of, text
 from rl360.agents.sandbox.space import KILL_SECONDS, Space
@@ -39,9 +40,9 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [listener.fileno
 class Place:
     """Namespaces of one uid with some folders mounted. `label` names it in the environment of its processes."""
 
-    def __init__(self, host: Host, *, label: str, uid: int, limits: Limits, group: Cgroup | None, cwd: str, info: Path) -> None:
+    def __init__(self, host: Host, *, label: str, uid: int, limits: Limits, group: Cgroup | None, cwd: str, info: Path, disk: Disk) -> None:
         self._host, self._label, self._uid = host, label, uid
-        self._limits, self._group, self._cwd, self._info = limits, group, cwd, info
+        self._limits, self._group, self._cwd, self._info, self._disk = limits, group, cwd, info, disk
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()  # of `_running` and `_killed`
         self._killing = threading.Lock()
@@ -51,11 +52,11 @@ class Place:
     def start(self, read_only: Mapping[str, Path], writable: Mapping[str, Path], timeout: float) -> None:
         """Make the namespaces. Raises InfraError."""
         argv = self._host.namespaces(self._uid, self._limits)
-        argv += [x for inside, folder in writable.items() for x in ("--bind", str(folder), inside)]
-        argv += [x for inside, folder in read_only.items() for x in ("--ro-bind", str(folder), inside)]
+        argv += [x for inside, folder in writable.items() for x in ("--bind", self._disk.path_inside(folder), inside)]
+        argv += [x for inside, folder in read_only.items() for x in ("--ro-bind", self._disk.path_inside(folder), inside)]
         argv += ["--remount-ro", "/", "--setenv", LABEL, self._label, "--chdir", self._cwd, "--info-fd", "{info}", "--as-pid-1"]
         argv += [self._host.env, "--ignore-signal=CHLD", self._host.cat]
-        argv = self._host.launcher(self._group, self._limits, argv, inside=False)
+        argv = self._host.launcher(self._group, self._limits, self._disk.inside(argv), inside=False)
         with self._killing:
             if self._killed:
                 raise self._gone()
