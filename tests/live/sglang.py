@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import aiohttp
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,13 +29,16 @@ from rl360.config import parse
 from rl360.engines import contract as c
 from rl360.engines.client import EngineClient
 from rl360.engines.probe import Probe
-from rl360.engines.push import Pusher, PushOutcome
+from rl360.engines.push import Pusher
+from rl360.engines.push_outcome import PushOutcome
 from rl360.engines.sglang.checkpoint import Checkpoint
-from rl360.sessions.routing import shape_of
+from rl360.sessions.routing import RoutingShape, decode, place, shape_of
 from tests.engines.contract_cases import RECORDED_PROMPT, Subject, cases_for
 
 BUCKET: Final = 64_000_000  # bytes
 PUSHES: Final = 4  # a path: the first one makes the group
+CONVERSATIONS: Final = 16
+TURNS: Final = 6
 NAME: Final = "live"
 
 
@@ -58,6 +63,9 @@ class Live:
         for name, case in cases_for(dialect, rows=rows).items():
             await self.step(name, lambda case=case: case(subject), self.report["cases"])
         await self.step("probe", lambda: self.probe(rows), self.report)
+        if shape is not None:
+            await self.step("overlap_cached", lambda: self.overlap(shape, flush=False), self.report)
+            await self.step("overlap_computed_again", lambda: self.overlap(shape, flush=True), self.report)
         for shared in [False, *([True] if dialect.shared_memory else [])]:
             path = "shared_memory" if shared else "broadcast"
             await self.step(f"push_{path}", lambda shared=shared: self.pushes(prompt, shared), self.report)
@@ -81,6 +89,19 @@ class Live:
             return (await Probe(self.client, config, "0").prove()).server
         finally:
             await self.client.label(label)
+
+    async def overlap(self, shape: RoutingShape, *, flush: bool) -> dict[str, Any]:
+        """How often a token's experts are told otherwise with the next turn: all rows are asked for again.
+
+        That turn finds the tokens in the cache, or, after a flush, computes them again. Several conversations at once, so that
+        forwards have other company each time.
+        """
+        talks = [_Talk(self.client, shape, random.Random(seed), int(self.config["vocab_size"])) for seed in range(CONVERSATIONS)]
+        for _ in range(TURNS):
+            await asyncio.gather(*(talk.turn() for talk in talks))
+            if flush:
+                await self.client.flush()
+        return {name: sum(getattr(talk, name) for talk in talks) for name in ("rows", "mismatch", "cached_tokens")}
 
     async def pushes(self, prompt: list[int], shared: bool) -> list[dict[str, Any]]:
         """Weights that move and come back, with a request under way each time."""
@@ -108,6 +129,29 @@ class Live:
     async def sample(self, prompt: list[int], tokens: int, rid: str = "") -> c.GenerateReply:
         params = c.SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
         return await self.client.generate(c.GenerateRequest(input_ids=prompt, sampling_params=params, rid=rid, return_logprob=True))
+
+
+class _Talk:
+    """One conversation, and how the experts of its tokens compare from turn to turn."""
+
+    def __init__(self, client: EngineClient, shape: RoutingShape, rng: random.Random, vocab: int) -> None:
+        self._client, self._shape, self._rng, self._vocab = client, shape, rng, vocab
+        self._ids, self._held = self._words(40), np.empty((0, shape.layers, shape.topk), np.uint8)
+        self.rows = self.mismatch = self.cached_tokens = 0
+
+    def _words(self, count: int) -> list[int]:
+        return [self._rng.randrange(3, self._vocab) for _ in range(count)]
+
+    async def turn(self) -> None:
+        params = c.SamplingParams(temperature=1, max_new_tokens=24, ignore_eos=True)
+        reply = await self._client.generate(c.GenerateRequest(input_ids=self._ids, sampling_params=params, return_routed_experts=True))
+        rows, before = decode(reply.meta_info.routed_experts or "", self._shape), self._held
+        self._ids += reply.output_ids
+        delta = place(rows, tokens=len(self._ids), held=len(before), stored=lambda a, b: before[a:b])
+        self.rows, self.mismatch = self.rows + delta.overlap_rows, self.mismatch + delta.overlap_mismatch
+        self.cached_tokens += reply.meta_info.cached_tokens
+        self._held = rows
+        self._ids += self._words(16)
 
 
 def _told(outcome: PushOutcome, under_way: c.GenerateReply) -> dict[str, Any]:
