@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from rl360.agents.tasks import MAX_BYTES
 from rl360.bus.blobs import is_full
 from rl360.bus.connection import BusError
 
@@ -24,6 +25,7 @@ EXIT_FULL: Final = 28
 _PERIOD: Final = 1.0  # seconds between two looks
 _TIMEOUT: Final = 2.0
 _NO_SPACE: Final = "no space left on device"
+_TASK_MB: Final = MAX_BYTES >> 20
 
 
 def free_mb(path: Path) -> int:
@@ -32,7 +34,12 @@ def free_mb(path: Path) -> int:
 
 
 def shortage(folder: Path, least_mb: int) -> str:
-    """The first of a run's places with too little space left; empty: there is enough."""
+    """The first of a run's places with too little space left; empty: there is enough.
+
+    Where runners copy tasks to, a whole task must fit whatever the recipe says: else every attempt of every step would fail.
+    """
+    if (sandboxes := folder / "sandboxes").exists() and (left := free_mb(sandboxes)) < _TASK_MB:
+        return f"{left} MiB are left on the disk of {sandboxes}, less than the {_TASK_MB} MiB that a task may take"
     for place in (folder, *(folder / name for name in ("nats", "blobs", "checkpoints"))):
         if place.exists() and (left := free_mb(place)) < least_mb:
             return f"{left} MiB are left on the disk of {place}, less than supervise.min_free_mb = {least_mb}"

@@ -99,6 +99,15 @@ def test_too_little_space_is_named_with_its_place_and_key(small_disk: Path) -> N
     assert f"on the disk of {small_disk}, less than supervise.min_free_mb = 2" in storage.shortage(small_disk, 2)
 
 
+def test_a_disk_that_holds_no_task_stops_the_run_whatever_the_recipe_says(tmp_path: Path, small_disk: Path) -> None:
+    """Else every attempt of every step would be a failure of the infrastructure."""
+    run = tmp_path / "run"
+    run.mkdir()
+    assert storage.shortage(run, 0) == ""
+    (run / "sandboxes").symlink_to(small_disk)
+    assert f"on the disk of {run / 'sandboxes'}, less than the 256 MiB that a task may take" in storage.shortage(run, 0)
+
+
 def test_only_a_lack_of_space_makes_an_ill_server_a_full_one() -> None:
     said = b'{"status":"unavailable","error":"JetStream stream write error: write /d/2.blk: no space left on device"}'
     assert "nats-server can't write the journal" in storage.full_of(said)
