@@ -5,6 +5,7 @@ The copy is readable by any sandbox's uid and nothing writes to it; sandboxes ge
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Staged:
     tests: Path
     solution: Path | None
     size: int = 0
+    image: Path | None = None  # the folder that an image is built from, with its Dockerfile
 
 
 class Stage:
@@ -47,12 +49,21 @@ class Stage:
         if digest_of_folder(copy) != task.digest:
             shutil.rmtree(copy)
             raise TaskError(f"{task.dir}: changed since its digest was taken; restore it as it was when the step opened")
+        image = _build_folder(copy / "environment", copy / "image")
         for name in NOT_COPIED:
             (copy / "environment" / name).unlink(missing_ok=True)
         _make_readable(copy)
         environment, solution = copy / "environment", copy / "solution"
         size = _size(environment) if task.files else 0
-        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None, size)
+        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None, size, image)
+
+
+def _build_folder(environment: Path, to: Path) -> Path | None:
+    """`environment` as it stands, under further names of its files; None without a Dockerfile."""
+    if not (environment / "Dockerfile").is_file():
+        return None
+    shutil.copytree(environment, to, symlinks=True, copy_function=os.link)
+    return to
 
 
 def _size(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/, tests/test.sh, solution/solve.sh.
 
 A task is what its digest says: blake3 over every path, run bit and byte of the folder.
-There is no image build: the files of `environment/` (Dockerfile and compose files aside) are copied into the workdir.
+The Docker sandbox builds `environment/Dockerfile`; others copy the files of `environment/` (it and compose files aside) into the workdir.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class Task:
     verifier_timeout: float | None
     memory_mb: int | None
     storage_mb: int | None
+    docker_image: str
+    build_timeout: float | None
+    network: str  # the task's word for its agent's network; "" without one
+    verifier_network: str
     cpus: float | None
     low: float
     high: float
@@ -92,6 +96,10 @@ def load_task(folder: Path) -> Task:
         verifier_timeout=file.verifier.timeout_sec,
         memory_mb=file.memory_mb,
         storage_mb=file.storage_mb,
+        docker_image=file.environment.docker_image or "",
+        build_timeout=file.environment.build_timeout_sec,
+        network=file.agent.network_mode or file.environment.network_mode or "",
+        verifier_network=file.verifier.network_mode or file.environment.network_mode or "",
         cpus=file.environment.cpus,
         low=low,
         high=high,

@@ -23,7 +23,7 @@ def write_task(
         "task.toml": f'schema_version = "1.4"\n{toml}',
         "instruction.md": instruction,
         "tests/test.sh": test,
-        "environment/Dockerfile": "FROM debian\n",
+        "environment/Dockerfile": "FROM debian\nCOPY . /app/\n",
         **({"solution/solve.sh": solution} if solution is not None else {}),
         **{f"environment/{n}": t for n, t in (files or {"notes.txt": "hello\n"}).items()},
     }.items():

@@ -11,7 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
-MAX_BYTES: Final = 64 << 20
+MAX_BYTES: Final = 256 << 20
+"""Of an archive that comes out."""
+MAX_FILE: Final = 1 << 20
+"""Of one of its files; what is beyond is left out."""
 MAX_ENTRIES: Final = 10_000
 
 
@@ -79,8 +82,6 @@ def _write(tar: tarfile.TarFile, entry: tarfile.TarInfo, into: Path, name: PureP
     elif entry.isreg():
         content = tar.extractfile(entry)
         assert content is not None
-        with path.open("xb") as out:
-            while piece := content.read(1 << 20):
-                out.write(piece)
+        path.write_bytes(content.read(MAX_FILE))
     else:
         raise HostileArchive(f"{entry.name!r} is a device or a pipe")

@@ -20,6 +20,10 @@ _CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SE
 
 _OOM_SCORE: Final = 500  # a sandbox goes before its runner when the machine itself runs out of memory
 _SHM_PART: Final = 8  # /dev/shm is memory: this part of the limit
+UNBOUNDED: Final = (
+    "the Docker daemon's storage can't bound what a container writes in all, only each file (overlay2 on xfs with pquota can): "
+    "put its data root on a disk of its own"
+)
 _QUOTA: Final = ("storage-opt", "quota")
 
 
@@ -45,18 +49,20 @@ def create(engine: Engine, making: Making) -> str:
     """Make it, unstarted, and return its id. Raises what the SDK raises."""
     if making.network == PUBLIC:
         _public(engine)
+    bounded = engine.quota
     try:
-        return _create(engine, making)
+        return _create(engine, making, bounded)
     except engine.errors.APIError as e:
-        if not engine.quota or not any(word in str(e).lower() for word in _QUOTA):
+        if not bounded or not any(word in str(e).lower() for word in _QUOTA):
             raise
-        engine.quota = False
-        log.warning("the Docker daemon's storage can't bound what a container writes (overlay2 on xfs with pquota can): %s", e)
-        return _create(engine, making)
+        if engine.quota:
+            engine.quota = False
+            log.warning("%s", UNBOUNDED)
+        return _create(engine, making, bounded=False)
 
 
-def _create(engine: Engine, making: Making) -> str:
-    host = engine.api.create_host_config(**_host(engine, making))
+def _create(engine: Engine, making: Making, bounded: bool) -> str:
+    host = engine.api.create_host_config(**_host(engine, making, bounded))
     made = engine.api.create_container(
         making.image,
         command=list(making.argv[1:]),
@@ -73,7 +79,7 @@ def _create(engine: Engine, making: Making) -> str:
     return str(made["Id"])
 
 
-def _host(engine: Engine, making: Making) -> dict[str, Any]:
+def _host(engine: Engine, making: Making, bounded: bool) -> dict[str, Any]:
     memory, storage = making.limits.memory_mb << 20, making.limits.storage_mb << 20
     mounts = [engine.types.Mount(path, volume, type="volume", no_copy=path in making.empty) for path, volume in making.volumes.items()]
     return {
@@ -96,7 +102,7 @@ def _host(engine: Engine, making: Making) -> dict[str, Any]:
             engine.types.Ulimit(name="fsize", soft=storage, hard=storage),  # of one file, whatever the storage driver can do
         ],
         "log_config": engine.types.LogConfig(type="none"),
-        **({"storage_opt": {"size": f"{making.limits.storage_mb}M"}} if engine.quota else {}),
+        **({"storage_opt": {"size": f"{making.limits.storage_mb}M"}} if bounded else {}),
     }
 
 

@@ -142,9 +142,11 @@ def cause_of(error: BaseException) -> Cause:
     said, kind = str(error).lower(), type(error).__name__
     if "no space left" in said or "disk quota" in said:
         return Cause.DISK_FULL
+    if kind in ("APIError", "ImageNotFound"):
+        return Cause.START_FAILED
     if kind in ("ReadTimeout", "Timeout", "ConnectionError", "ProtocolError", "NotFound") or isinstance(error, OSError):
         return Cause.LOST
-    return Cause.START_FAILED if kind in ("APIError", "ImageNotFound") else Cause.UNKNOWN
+    return Cause.UNKNOWN
 
 
 def _short(error: BaseException) -> str:

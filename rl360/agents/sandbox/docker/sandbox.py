@@ -19,7 +19,7 @@ from typing import Final
 from rl360.agents.outcomes import InfraError, boundary
 from rl360.agents.sandbox.base import ExecResult, Limits, Sealed
 from rl360.agents.sandbox.docker import command as commands
-from rl360.agents.sandbox.docker.archive import HostileArchive, pack, unpack
+from rl360.agents.sandbox.docker.archive import MAX_BYTES, HostileArchive, pack, unpack
 from rl360.agents.sandbox.docker.container import PUBLIC, Making, create
 from rl360.agents.sandbox.docker.engine import ATTEMPT, CALL_SECONDS, LEASE, RUN, SANDBOX, Engine
 from rl360.agents.sandbox.docker.images import Images, Source
@@ -210,10 +210,12 @@ class DockerSandbox:
     def _copy_out(self, made: str, inside: str, folder: Path) -> None:
         chunks, _ = self._engine.api.get_archive(made, inside)
         with tempfile.TemporaryFile() as tar:
-            for chunk in chunks:
-                tar.write(chunk)
-            tar.seek(0)
             try:
+                for chunk in chunks:
+                    tar.write(chunk)
+                    if tar.tell() > MAX_BYTES:
+                        raise HostileArchive(f"more than {MAX_BYTES >> 20} MiB")
+                tar.seek(0)
                 unpack(tar, folder)
             except HostileArchive as e:
                 raise InfraError(Boundary.VERIFIER, Cause.FORGED_REWARD, f"{inside}: {e}", exception="HostileArchive") from None
