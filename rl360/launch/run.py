@@ -68,6 +68,7 @@ class _Run:
     def __init__(self, folder: RunDir, console: Console, plain: bool) -> None:
         self._folder, self._console, self._plain = folder, console, plain
         self._view = RunView()
+        self._supervisor: Supervisor | None = None  # None: still preparing
         self._interrupts, self._status = 0, 0
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()
@@ -80,11 +81,8 @@ class _Run:
         self.say(f"run {self._folder.config.run.name} in {self._folder.path}")
         if self._folder.config.faults:
             self.say(faults.warning(self._folder.config.faults))
+        self._heed_signals()
         await prepare.tasks(self._folder, self.say)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._on_interrupt, number)
         supervisor = Supervisor(self._folder, self.say)
         self._supervisor = supervisor
         async with supervisor:
@@ -94,10 +92,20 @@ class _Run:
             await supervisor.finish(why, len(self._view.train_steps()))
         return self._conclude(why)
 
+    def _heed_signals(self) -> None:
+        ends = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # what nohup does
+            ends.append(signal.SIGHUP)
+        for number in ends:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_interrupt, number)
+
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts += 1
         self._status = 128 + number
         self._interrupted.set()
+        if self._supervisor is None:  # sandboxes end with us, the next start sweeps their places; what qualified is kept
+            self.say(f"stopped while preparing; go on with: rl360 run --resume {self._folder.path}")
+            os._exit(self._status)
         if self._interrupts == 1:
             self.say("stopping: attempts under way are ended within their bounds; interrupt again to kill")
         else:

@@ -112,3 +112,22 @@ async def test_a_signal_to_end_drains_and_records_the_end(tmp_path: Path, number
     assert f"rl360 run --resume {path}" in run.output.decode()
     assert leftovers(path) == []
     assert [r.event.why for r in await records(path) if isinstance(r.event, ev.RunFinished)] == ["interrupted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1", "tasks.qualify=true")) as run:
+        async with asyncio.timeout(60):
+            while not list((path / "sandboxes").glob("qualify-*")):
+                await asyncio.sleep(0.02)
+        run.process.send_signal(number)
+        assert await run.ended(20) == (128 + number if number != signal.SIGKILL else -signal.SIGKILL)
+    said = run.output.decode()
+    assert "Traceback" not in said and (number == signal.SIGKILL or f"go on with: rl360 run --resume {path}" in said)
+    assert leftovers(path) == []
+    async with running(path, "--resume", str(path), overrides=()) as resumed:
+        assert await resumed.ended(120) == 0, resumed.output.decode()
+    assert not list((path / "sandboxes").iterdir())
+    await whole(path, 1)
