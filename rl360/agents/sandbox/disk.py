@@ -21,9 +21,10 @@ from rl360.agents.sandbox.host import Host
 from rl360.bus.events import Boundary, Cause
 
 _MOUNT: Final = (
-    'set -e; mount -t tmpfs -o "mode=0711,size=$2,nr_inodes=$3" rl360 "$1"; mkdir "$1/app"; '
-    'mount -t tmpfs -o "mode=0755,size=$4,nr_inodes=$5" rl360 "$1/app"; exec cat'
+    'set -e; mount -t tmpfs -o "mode=0711,size=$2,nr_inodes=$3" rl360 "$1"; '
+    'mount -t tmpfs -o "mode=0755,size=$4,nr_inodes=$5,X-mount.mkdir" rl360 "$1/app"; read -r _; echo; read -r _'
 )
+"""It answers a line when both are mounted, and ends with our end of its pipe. Each program saved is 1 ms of CPU."""
 _BYTES_PER_INODE: Final = 4096
 """An empty file costs the kernel about 1 KiB, which no size of a tmpfs counts: so their number has a limit too."""
 _LEAST_INODES: Final = 1024
@@ -71,7 +72,7 @@ class Disk:
         self._process.wait(_END_SECONDS)  # only from here on may another process have its number
 
     def _wait_ready(self, end: float) -> None:
-        """Its last program is `cat`: when that echoes, both are mounted."""
+        """Give it the line that it answers. Raises InfraError, after its end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # what it said instead is read below
