@@ -15,7 +15,7 @@ from rl360.config import ConfigError
 from rl360.engines.client import EngineError
 from rl360.extras import MissingExtra
 from rl360.journal.source import JournalError
-from rl360.launch.supervisor import RunFailed
+from rl360.launch.lead import RunFailed
 from rl360.trainer.checkpoints import CheckpointError
 from rl360.trainer.spec import ModelError
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -21,8 +21,9 @@ from rl360.config import Config, ConfigError, load
 from rl360.dash.fold import RunView
 from rl360.dash.table import PlainLines, render
 from rl360.launch import prepare, summary
+from rl360.launch.lead import Lead, RunFailed
 from rl360.launch.rundir import RunDir, new_path
-from rl360.launch.supervisor import RunFailed, Supervisor
+from rl360.launch.supervisor import Supervisor
 from rl360.launch.telemetry import Telemetry, exporter
 
 RUNS: Final = Path("runs")
@@ -34,9 +35,18 @@ def run(*, recipe: Path | None, path: Path | None, resume: Path | None, override
 
     Raises ConfigError before anything starts, RunFailed when the run can't go on.
     """
-    folder = _folder(recipe, path, resume, overrides)
+    return show(_folder(recipe, path, resume, overrides), Supervisor, plain=plain)
+
+
+def lead(path: Path, *, plain: bool) -> int:
+    """The same for a run whose processes others start, in the folder that `rl360 cluster init` laid out."""
+    return show(RunDir(path), Lead, plain=plain)
+
+
+def show(folder: RunDir, leading: Callable[[RunDir, Callable[[str], None]], Lead], *, plain: bool) -> int:
+    """Lead a run to its end, and show it."""
     console = Console(highlight=False)
-    return asyncio.run(_Run(folder, console, plain or not console.is_terminal).main())
+    return asyncio.run(_Run(folder, console, plain or not console.is_terminal, leading).main())
 
 
 def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> RunDir:
@@ -65,10 +75,10 @@ def _while_seen() -> Generator[None]:
 
 
 class _Run:
-    def __init__(self, folder: RunDir, console: Console, plain: bool) -> None:
-        self._folder, self._console, self._plain = folder, console, plain
+    def __init__(self, folder: RunDir, console: Console, plain: bool, leading: Callable[[RunDir, Callable[[str], None]], Lead]) -> None:
+        self._folder, self._console, self._plain, self._leading = folder, console, plain, leading
         self._view = RunView()
-        self._supervisor: Supervisor | None = None  # None: still preparing
+        self._lead: Lead | None = None  # None: still preparing
         self._interrupts, self._status = 0, 0
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()
@@ -83,13 +93,13 @@ class _Run:
             self.say(faults.warning(self._folder.config.faults))
         self._heed_signals()
         await prepare.tasks(self._folder, self.say)
-        supervisor = Supervisor(self._folder, self.say)
-        self._supervisor = supervisor
-        async with supervisor:
-            if supervisor.resumed:
-                self.say(f"resumed for the {supervisor.resumed}. time")
-            why = await self._until_over(supervisor)
-            await supervisor.finish(why, len(self._view.train_steps()))
+        lead = self._leading(self._folder, self.say)
+        self._lead = lead
+        async with lead:
+            if lead.resumed:
+                self.say(f"resumed for the {lead.resumed}. time")
+            why = await self._until_over(lead)
+            await lead.finish(why, len(self._view.train_steps()))
         return self._conclude(why)
 
     def _heed_signals(self) -> None:
@@ -103,21 +113,21 @@ class _Run:
         self._interrupts += 1
         self._status = 128 + number
         self._interrupted.set()
-        if self._supervisor is None:  # sandboxes end with us, the next start sweeps their places; what qualified is kept
+        if self._lead is None:  # sandboxes end with us, the next start sweeps their places; what qualified is kept
             self.say(f"stopped while preparing; go on with: rl360 run --resume {self._folder.path}")
             os._exit(self._status)
         if self._interrupts == 1:
             self.say("stopping: attempts under way are ended within their bounds; interrupt again to kill")
         else:
-            for pid in self._supervisor.pids().values():
+            for pid in self._lead.pids().values():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             os._exit(self._status)
 
-    async def _until_over(self, supervisor: Supervisor) -> str:
-        follow = asyncio.create_task(self._follow(supervisor))
+    async def _until_over(self, lead: Lead) -> str:
+        follow = asyncio.create_task(self._follow(lead))
         show = asyncio.create_task(self._show())
-        failed = asyncio.create_task(supervisor.failed())
+        failed = asyncio.create_task(lead.failed())
         ends = {asyncio.create_task(self._finished.wait()): "steps", asyncio.create_task(self._interrupted.wait()): "interrupted"}
         done, _ = await asyncio.wait({follow, failed, *ends}, return_when=asyncio.FIRST_COMPLETED)
         for task in (show, *ends, failed):
@@ -132,12 +142,12 @@ class _Run:
         follow.cancel()
         return next(why for task, why in ends.items() if task in done)
 
-    async def _follow(self, supervisor: Supervisor) -> None:
+    async def _follow(self, lead: Lead) -> None:
         endpoint = self._folder.config.telemetry.otlp_endpoint
         telemetry = Telemetry(exporter(endpoint)) if endpoint else None
-        async for record in supervisor.bus.follow(stop=asyncio.Event()):
+        async for record in lead.bus.follow(stop=asyncio.Event()):
             self._view.on(record)
-            supervisor.seen(record)
+            lead.seen(record)
             if telemetry:
                 telemetry.on(record)
             if isinstance(record.event, ev.RunFinished) and record.event.why == "steps":
