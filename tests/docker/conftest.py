@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +24,12 @@ class DockerSandboxes(Sandboxes):
 
 
 @pytest.fixture(scope="session")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon() -> Iterator[Daemon]:
     if importlib.util.find_spec("docker") is None:
         pytest.skip("the docker SDK is not installed: pip install 'rl360[docker]'")
     if why := missing():
         pytest.skip(f"no Docker daemon: {why}")
-    made = Daemon(tmp_path_factory.mktemp("d", numbered=True))
+    made = Daemon(Path(tempfile.mkdtemp(prefix="rl360-docker-")))  # a short path: it holds sockets
     before = os.environ.get("DOCKER_HOST")
     try:
         try:

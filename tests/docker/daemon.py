@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -41,21 +39,25 @@ class Daemon:
         return subprocess.run(["docker", "-H", self.address, *argv], capture_output=True, text=True, timeout=60, check=False)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash; its containers and containerd go on."""
+        """SIGKILL, as a crash; its containers go on."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
-        (self.root / "dockerd.pid").unlink(missing_ok=True)
+        # Its containerd dies with it; a pid that nobody reaps would keep the next one from starting.
+        for name in ("dockerd.pid", "exec/containerd/containerd.pid"):
+            (self.root / name).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """End it and what it started."""
-        self.call("ps", "-q")
+        """End it and what it started, and remove its folder."""
+        if left := self.call("ps", "-aq").stdout.split():
+            self.call("rm", "-f", *left)
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._process.wait(20)
-        left = self.root / "exec/containerd/containerd.pid"
-        with suppress(OSError, ValueError):
-            os.kill(int(left.read_text()), signal.SIGTERM)
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for place in sorted((m for m in mounts if m.startswith(f"{self.root}/")), reverse=True):
+            subprocess.run(["umount", "-l", place], check=False)
+        shutil.rmtree(self.root)
 
     def make_base(self) -> None:
         done = subprocess.run(

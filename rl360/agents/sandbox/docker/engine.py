@@ -144,7 +144,7 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.DISK_FULL
     if kind in ("APIError", "ImageNotFound"):
         return Cause.START_FAILED
-    if kind in ("ReadTimeout", "Timeout", "ConnectionError", "ProtocolError", "NotFound") or isinstance(error, OSError):
+    if kind in ("ReadTimeout", "ReadTimeoutError", "Timeout", "ConnectionError", "ProtocolError", "NotFound") or isinstance(error, OSError):
         return Cause.LOST
     return Cause.UNKNOWN
 
