@@ -88,6 +88,18 @@ def _cgroups() -> str:
     return describe()
 
 
+def _docker() -> str:
+    """A daemon is optional: where there is none, this line says so and is no problem."""
+    if not _found("docker"):
+        return "not used: pip install 'rl360[docker]' for sandbox.kind = \"docker\""
+    from rl360.agents.sandbox.docker.engine import Engine, NoDaemon, address, describe
+
+    try:
+        return describe(Engine(address()))
+    except NoDaemon as e:
+        return f"not used: {e}"
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "cpu": _cores,
@@ -99,4 +111,5 @@ CHECKS: dict[str, Callable[[], str]] = {
     "agent (mini-swe-agent)": _module("minisweagent", "agent"),
     "sandbox (bwrap)": _bwrap,
     "sandbox limits (cgroups)": _cgroups,
+    "sandbox (docker)": _docker,
 }

@@ -48,8 +48,10 @@ def upcycle(config: Config, folder: Path) -> Config:
 
 
 async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
-    """Lay down `tasks/train` and `tasks/eval`. Raises TaskError naming the first task that can't be used."""
+    """Lay down `tasks/train` and `tasks/eval`. Raises TaskError naming the first task that can't be used, NoDaemon without Docker."""
     config, root = folder.config, folder.path / "tasks"
+    if config.sandbox.kind == "docker":
+        await asyncio.to_thread(_reach_docker)
     await asyncio.to_thread(_lay_down, config, root)
     train = load_tasks(root / "train")
     held_out = load_tasks(root / "eval") if (root / "eval").is_dir() else ()
@@ -62,6 +64,12 @@ async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
         sandboxes = folder.path / "sandboxes"
         await asyncio.to_thread(lambda: qualify_all(chosen, sandboxes=sandboxes, cache=cache, config=config))
     say(f"tasks: {len(train)} to train on, {len(held_out)} held out{', qualified' if config.tasks.qualify else ''}")
+
+
+def _reach_docker() -> None:
+    from rl360.agents.sandbox.docker.engine import Engine, address  # only where a Docker daemon is used
+
+    Engine(address())
 
 
 def _lay_down(config: Config, root: Path) -> None:

@@ -127,6 +127,17 @@ def address() -> str:
     return os.environ.get("DOCKER_HOST") or DEFAULT
 
 
+def describe(engine: Engine) -> str:
+    """One line for `rl360 doctor`."""
+    info = engine.info
+    backing = dict(info.get("DriverStatus") or ()).get("Backing Filesystem", "")
+    disk = (
+        "" if (info["Driver"], backing) == ("overlay2", "xfs") else "; no limit of a container's disk (overlay2 on xfs with pquota has one)"
+    )
+    storage = f"{info['Driver']} on {backing or 'its own'}, cgroup v{info.get('CgroupVersion', 1)}"
+    return f"Docker {info['ServerVersion']} at {engine.address}, {storage}{disk}"
+
+
 def sweep_lease(at: str, lease: str, sandboxes: Mapping[str, float]) -> None:
     """Remove what a dead runner left on the daemon at `at`. Raises OSError when it can't be done now."""
     try:
