@@ -45,7 +45,7 @@ def lead(path: Path, *, plain: bool) -> int:
 
 def show(folder: RunDir, leading: Callable[[RunDir, Callable[[str], None]], Lead], *, plain: bool) -> int:
     """Lead a run to its end, and show it."""
-    console = Console(highlight=False)
+    console = _Screen(highlight=False)
     return asyncio.run(_Run(folder, console, plain or not console.is_terminal, leading).main())
 
 
@@ -72,6 +72,11 @@ def _while_seen() -> Generator[None]:
         yield
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process
 
 
 class _Run:

@@ -115,6 +115,17 @@ async def test_a_signal_to_end_drains_and_records_the_end(tmp_path: Path, number
 
 
 @pytest.mark.slow
+async def test_a_run_goes_on_without_whoever_read_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1")) as run:
+        assert run.process.stdout is not None
+        run.process.stdout._transport.close()  # type: ignore[attr-defined]
+        async with asyncio.timeout(90):
+            assert await run.process.wait() == 0
+    await whole(path, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "run"
