@@ -47,11 +47,14 @@ def binary() -> Path:
     return Path(found)
 
 
-def config_text(*, run: str, store: Path, port: int, monitor_port: int, passwords: Mapping[str, str]) -> str:
-    """The server's configuration file. `passwords` has one entry a user (worker kinds and "admin")."""
+def config_text(*, run: str, store: Path, port: int, monitor_port: int, passwords: Mapping[str, str], listen: str = "127.0.0.1") -> str:
+    """The server's configuration file. `passwords` has one entry a user (worker kinds and "admin").
+
+    `listen`: address for clients; the monitor, which has no password, is for this machine alone.
+    """
     users = "\n".join(_user(run, name, password) for name, password in sorted(passwords.items()))
     return f"""server_name: "rl360-{run}"
-listen: "127.0.0.1:{port}"
+listen: "{listen}:{port}"
 http: "127.0.0.1:{monitor_port}"
 max_payload: 8MB
 max_pending: 256MB

@@ -54,6 +54,12 @@ class WorkerContext:
     secrets: Secrets
     stop: asyncio.Event
     log: logging.Logger
+    host: str = "127.0.0.1"  # under which other workers reach this one
+
+    @property
+    def listen(self) -> str:
+        """Address to listen on for them."""
+        return self.host if self.host == "127.0.0.1" else "0.0.0.0"
 
     @property
     def name(self) -> str:

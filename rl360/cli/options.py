@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
+import socket
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +51,14 @@ def picture(text: str) -> Path:
     if Path(text).suffix not in (".svg", ".png"):
         raise argparse.ArgumentTypeError(f"{text!r} must end in .svg or .png")
     return Path(text)
+
+
+def host(text: str) -> str:
+    """A host's name; "hostname": this machine's own."""
+    name = socket.gethostname() if text == "hostname" else text
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._{}-]*[A-Za-z0-9}])?", name):
+        raise argparse.ArgumentTypeError(f"{text!r} is no host's name: letters, digits, dots and dashes")
+    return name
 
 
 def journal_name(text: str) -> str:

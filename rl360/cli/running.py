@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rl360.cli.options import Commands, count, duration, journal_name, rate
+from rl360.cli.options import Commands, count, duration, host, journal_name, rate
 
 
 def add(sub: Commands) -> None:
@@ -25,6 +25,7 @@ def add(sub: Commands) -> None:
     worker.add_argument("--dir", type=Path, required=True, help="folder of the run")
     worker.add_argument("--index", type=int, default=0)
     worker.add_argument("--journal", type=journal_name, metavar="NAME", help="work on a copied step (replay --into) instead of the run")
+    worker.add_argument("--host", type=host, default="127.0.0.1", help='where other workers reach it; "hostname": by this machine\'s name')
     worker.set_defaults(command=_worker)
 
     chaos = sub.add_parser("chaos", help="kill parts of short runs at seeded moments, and check that nothing is lost or done twice")
@@ -74,7 +75,7 @@ def _worker(args: argparse.Namespace) -> int:
     if args.kind not in KINDS:
         print(f"rl360: unknown worker kind {args.kind!r}; known: {', '.join(KINDS)}", file=sys.stderr)
         return 2
-    run_worker(args.kind, args.index, args.dir, args.journal or "")
+    run_worker(args.kind, args.index, args.dir, args.journal or "", args.host)
     return 0
 
 

@@ -26,6 +26,15 @@ from rl360.ports import free_ports
 
 FOLDERS: Final = ("nats", "blobs", "checkpoints", "sandboxes", "tasks", "logs")
 T = TypeVar("T")
+_NATS, _MONITOR, _GATEWAY, _GATEWAY_METRICS, _SESSION = 4222, 8222, 30000, 29000, 8080  # in a cluster
+
+
+class Hosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Names under which a cluster's services reach each other. `session`: "{}" in it stands for the server's index."""
+
+    nats: str
+    gateway: str
+    session: str
 
 
 class RunDir:
@@ -38,8 +47,8 @@ class RunDir:
     def exists(self) -> bool:
         return (self.path / "recipe.json").exists()
 
-    def create(self, config: Config) -> None:
-        """Lay the folder out. Raises ConfigError when it holds a run already."""
+    def create(self, config: Config, hosts: Hosts | None = None) -> None:
+        """Lay the folder out; `hosts`: of a cluster (None: all is on this machine). Raises ConfigError when it holds a run already."""
         if self.exists:
             raise ConfigError(f"{self.path} holds a run already: continue it with --resume {self.path}, or choose another --dir")
         for name in FOLDERS:
@@ -47,7 +56,10 @@ class RunDir:
         users = (nats_server.ADMIN, *nats_server.PUBLISHES)
         keys = Secrets(admin=secrets.token_urlsafe(32), nats={u: secrets.token_urlsafe(16) for u in users})
         _write(self.path / "secrets.json", keys, 0o600)
-        self._choose_addresses(config)
+        if hosts is None:
+            self._choose_addresses(config)
+        else:
+            _write(self.path / "addresses.json", cluster_addresses(hosts, config.sessions.count), 0o644)
         _write(self.path / "recipe.json", config, 0o644)  # last: a folder with it is whole
 
     def _choose_addresses(self, config: Config) -> None:
@@ -104,6 +116,20 @@ class RunDir:
     @property
     def secrets(self) -> Secrets:
         return _read(self.path / "secrets.json", Secrets)
+
+
+def cluster_addresses(hosts: Hosts, sessions: int) -> Addresses:
+    """Each service has its own host, and the same port everywhere. Raises ConfigError when session servers would share one."""
+    names = [hosts.session.replace("{}", str(i)) for i in range(sessions)]
+    if len(set(names)) < sessions:
+        raise ConfigError(f'{sessions} session servers (sessions.count) need as many names: --session-host "{hosts.session}-{{}}"')
+    return Addresses(
+        nats=f"nats://{hosts.nats}:{_NATS}",
+        nats_monitor_port=_MONITOR,
+        gateway=f"http://{hosts.gateway}:{_GATEWAY}",
+        gateway_metrics_port=_GATEWAY_METRICS,
+        sessions=tuple(f"http://{name}:{_SESSION}" for name in names),
+    )
 
 
 def port_of(url: str) -> int:

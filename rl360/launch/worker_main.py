@@ -22,8 +22,8 @@ from rl360.launch.stored import served
 LOG_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def run_worker(kind: str, index: int, path: Path, journal: str = "") -> None:
-    """Run a worker of the run in `path`, or on a step that was copied into `journal`.
+def run_worker(kind: str, index: int, path: Path, journal: str = "", host: str = "127.0.0.1") -> None:
+    """Run a worker of the run in `path`, or on a step that was copied into `journal`; `host`: where other workers reach it.
 
     Raises MissingExtra, ConfigError or BusError when it can't start.
     """
@@ -31,14 +31,14 @@ def run_worker(kind: str, index: int, path: Path, journal: str = "") -> None:
     folder = RunDir(path)
     main = load(kind, folder.config)
     try:
-        asyncio.run(_run(kind, index, folder, main, journal))
+        asyncio.run(_run(kind, index, folder, main, journal, host))
     except Exception as e:
         if why := storage.out_of_space(e):
             storage.stop_full(f"{why}; {storage.remedy(path)}")
         raise
 
 
-async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) -> None:
+async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str, host: str) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -65,6 +65,7 @@ async def _run(kind: str, index: int, folder: RunDir, main: Main, journal: str) 
             secrets=secrets,
             stop=stop,
             log=logging.getLogger(f"rl360.{kind}{index}"),
+            host=host,
         )
         context.log.info("started")
         if not journal:  # nobody waits for a worker on a copy

@@ -34,6 +34,7 @@ async def main(ctx: WorkerContext) -> None:
             timeout=push.timeout,
             call_timeout=push.call_timeout,
             shared_memory=push.path == "shared_memory",
+            host=ctx.host,
             holders=crew.experts if push.path == "direct" else None,
         )
         async with pusher:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from rl360.bus.worker import WorkerContext
 from rl360.engines.generation import live, named, seed_of
 from rl360.engines.tiny.engine import Engine, EngineOptions
 from rl360.engines.tiny.server import serve
-
-HOST: Final = "127.0.0.1"
 
 
 async def main(ctx: WorkerContext) -> None:
@@ -20,9 +16,9 @@ async def main(ctx: WorkerContext) -> None:
     generation = named(ctx)
     engine = Engine(options(ctx, generation))
     engine.start()
-    runner, port = await serve(engine, HOST, 0)
+    runner, port = await serve(engine, ctx.listen, 0)
     try:
-        await live(ctx, generation, f"http://{HOST}:{port}", engine.crashed)
+        await live(ctx, generation, f"http://{ctx.host}:{port}", engine.crashed)
     finally:
         await runner.cleanup()
         engine.stop()
