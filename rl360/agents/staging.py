@@ -26,6 +26,7 @@ class Staged:
     solution: Path | None
     size: int = 0
     image: Path | None = None  # the folder that an image is built from, with its Dockerfile
+    steps: tuple[Staged, ...] = ()  # one a step; their `environment` is what a step adds to the workdir
 
 
 class Stage:
@@ -54,8 +55,21 @@ class Stage:
             (copy / "environment" / name).unlink(missing_ok=True)
         _make_readable(copy)
         environment, solution = copy / "environment", copy / "solution"
-        size = _size(environment) if task.files else 0
-        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None, size, image)
+        size = size_of(environment) if task.files else 0
+        steps = tuple(_step(copy, step.step) for step in task.steps)
+        return Staged(environment if task.files else None, copy / "tests", solution if task.oracle else None, size, image, steps)
+
+
+def _step(copy: Path, name: str) -> Staged:
+    """The files of one step: its tests over those that all steps share, its solution, and what it adds to the workdir."""
+    folder = copy / "steps" / name
+    tests = copy / "step-tests" / name
+    for source in (copy / "tests", folder / "tests"):
+        if source.is_dir():
+            shutil.copytree(source, tests, symlinks=True, dirs_exist_ok=True)
+    tests.parent.chmod(0o755)
+    added, solution = folder / "workdir", folder / "solution"
+    return Staged(added if added.is_dir() else None, tests, solution if solution.is_dir() else None, size_of(added))
 
 
 def _build_folder(environment: Path, to: Path) -> Path | None:
@@ -66,7 +80,7 @@ def _build_folder(environment: Path, to: Path) -> Path | None:
     return to
 
 
-def _size(folder: Path) -> int:
+def size_of(folder: Path) -> int:
     """Bytes that a copy takes on a file system of 4 KiB pages, folders and links among them."""
     return sum(-(-(path.lstat().st_size or 1) // _PAGE) * _PAGE for path in folder.rglob("*"))
 

@@ -1,6 +1,6 @@
 """task.toml of Harbor's task format (schema 1.4), typed, with its legacy spellings. Unknown keys are findings, not errors.
 
-Not covered: multi-step tasks (`[[steps]]`) and GPUs, which are refused; building images, which no sandbox here does.
+What the format allows and no sandbox here can carry out is refused in support.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,8 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 _RESERVED: Final = frozenset({"usr", "etc", "proc", "dev", "sys", "bin", "sbin", "lib", "lib64", "tests", "logs", "solution", "tmp"})
 
 PositiveInt = Annotated[int, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+NetworkMode = Literal["no-network", "public", "allowlist"]
 
 
 class TaskError(Exception):
@@ -39,22 +41,39 @@ class TaskSection(Section, frozen=True, kw_only=True):
 class AgentSection(Section, frozen=True, kw_only=True):
     timeout_sec: PositiveFloat | None = None
     user: str | int | None = None
-    network_mode: str | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] | None = None
 
 
-class VerifierSection(Section, frozen=True, kw_only=True):
-    """`reward_min` and `reward_max` declare the range of rewards (S12)."""
+class HealthcheckSection(Section, frozen=True, kw_only=True):
+    """A command that must end with 0 before the agent starts. Failures in the first `start_period_sec` count for nothing."""
 
-    timeout_sec: PositiveFloat | None = None
-    env: dict[str, str] = {}
+    command: str
+    interval_sec: NotNegative = 5.0
+    timeout_sec: PositiveFloat = 30.0
+    start_period_sec: NotNegative = 0.0
+    start_interval_sec: NotNegative = 5.0
+    retries: PositiveInt = 3
+
+
+class ArtifactSection(Section, frozen=True, kw_only=True):
+    """A file or folder to keep once the agent is dead. `exclude` holds shell patterns of names inside a folder."""
+
+    source: str
+    destination: str | None = None
+    exclude: list[str] = []
+    service: str | None = None
+
+
+class CollectSection(Section, frozen=True, kw_only=True):
+    command: str
+    service: str = "main"
+    timeout_sec: PositiveFloat = 60.0
     user: str | int | None = None
-    network_mode: str | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
 
 
 class EnvironmentSection(Section, frozen=True, kw_only=True):
-    """`memory` and `storage` are the legacy spellings of `memory_mb` and `storage_mb`."""
+    """`memory` and `storage` are the legacy spellings of `memory_mb` and `storage_mb`, `allow_internet` of `network_mode`."""
 
     build_timeout_sec: PositiveFloat | None = None
     docker_image: str | None = None
@@ -66,17 +85,45 @@ class EnvironmentSection(Section, frozen=True, kw_only=True):
     storage: str | None = None
     gpus: Annotated[int, Meta(ge=0)] = 0
     gpu_types: list[str] | None = None
+    tpu: dict[str, Any] | None = None
     allow_internet: bool | None = None
-    network_mode: str | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] | None = None
     workdir: str = "/app"
     env: dict[str, str] = {}
     mcp_servers: list[Any] = []
     skills_dir: str | None = None
-    healthcheck: dict[str, Any] | None = None
+    healthcheck: HealthcheckSection | None = None
+
+
+class VerifierSection(Section, frozen=True, kw_only=True):
+    """`reward_min` and `reward_max` declare the range of rewards (S12)."""
+
+    timeout_sec: PositiveFloat | None = None
+    env: dict[str, str] = {}
+    user: str | int | None = None
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: EnvironmentSection | None = None
+    collect: list[CollectSection] = []
+    reward_min: float | None = None
+    reward_max: float | None = None
 
 
 class SolutionSection(Section, frozen=True, kw_only=True):
     env: dict[str, str] = {}
+
+
+class StepSection(Section, frozen=True, kw_only=True):
+    """One step of several. Its files lie in steps/NAME; `min_reward` (a number: of "reward") ends the task below it."""
+
+    name: str
+    agent: AgentSection = AgentSection()
+    verifier: VerifierSection = VerifierSection()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: HealthcheckSection | None = None
+    artifacts: list[str | ArtifactSection] = []
 
 
 class TaskFile(Section, frozen=True, kw_only=True):
@@ -91,9 +138,9 @@ class TaskFile(Section, frozen=True, kw_only=True):
     verifier: VerifierSection = VerifierSection()
     environment: EnvironmentSection = EnvironmentSection()
     solution: SolutionSection = SolutionSection()
-    artifacts: list[Any] = []
-    steps: list[Any] = []
-    multi_step_reward_strategy: str | None = None
+    artifacts: list[str | ArtifactSection] = []
+    steps: list[StepSection] = []
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
 
     @property
     def domain(self) -> str:
@@ -115,7 +162,7 @@ class TaskFile(Section, frozen=True, kw_only=True):
         return self.environment.memory_mb or (megabytes(legacy) if legacy else None)
 
 
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE | re.ASCII)
 _UNIT: Final = {"K": 1 / 1024, "": 1 / 1024**2, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -166,24 +213,23 @@ def _unknown(data: dict[str, Any], section: type[Section], prefix: str = "") -> 
         if key not in hints:
             found.append(prefix + key)
             continue
-        below = [t for t in (hints[key], *get_args(hints[key])) if isinstance(t, type) and issubclass(t, Section)]
-        if below and isinstance(value, dict):
-            found += _unknown(cast(dict[str, Any], value), below[0], f"{prefix}{key}.")
+        below = [t for t in _types(hints[key]) if isinstance(t, type) and issubclass(t, Section)]
+        parts = cast(list[Any], value if isinstance(value, list) else [value])
+        for part in parts:
+            if below and isinstance(part, dict):
+                found += _unknown(cast(dict[str, Any], part), below[0], f"{prefix}{key}.")
     return found
+
+
+def _types(hint: Any) -> list[Any]:
+    """A hint and everything inside it: `list[str | X]` holds X."""
+    return [hint, *(inner for arg in get_args(hint) for inner in _types(arg))]
 
 
 def _check(file: TaskFile, path: Path) -> None:
     def refuse(key: str, why: str) -> None:
         raise TaskError(f"{path}: key {key!r}: {why}")
 
-    if file.steps:
-        refuse("steps", "tasks of several steps are not supported; write each step as a task of its own")
-    if file.environment.gpus:
-        refuse(
-            "environment.gpus", f"{file.environment.gpus} GPUs asked for, but sandboxes have none; take the key out or leave the task out"
-        )
-    if file.environment.os != "linux":
-        refuse("environment.os", f"{file.environment.os!r}: sandboxes run Linux only; leave the task out")
     if not file.environment.workdir.startswith("/") or file.environment.workdir.rstrip("/") == "" or ".." in file.environment.workdir:
         refuse("environment.workdir", f"{file.environment.workdir!r} must be an absolute path below /, such as /app")
     if file.environment.workdir.split("/")[1] in _RESERVED:
@@ -194,3 +240,7 @@ def _check(file: TaskFile, path: Path) -> None:
                 megabytes(size)
         except ValueError as e:
             refuse(f"environment.{key}", f"{e}")
+    for key, new in (("memory", file.environment.memory_mb), ("storage", file.environment.storage_mb)):
+        old = getattr(file.environment, key)
+        if old is not None and new is not None and megabytes(old) != new:
+            refuse(f"environment.{key}", f"{old!r} is not environment.{key}_mb = {new}; take one of the two out")

@@ -1,6 +1,7 @@
 """Tasks in Harbor's format: a folder with task.toml, instruction.md, environment/, tests/test.sh, solution/solve.sh.
 
-A task is what its digest says: blake3 over every path, run bit and byte of the folder.
+A task of several steps has instruction.md, tests/, solution/ and workdir/ in steps/NAME, and is a task with `steps`, each
+of which reads like a task of its own. A task is what its digest says: blake3 over every path, run bit and byte of the folder.
 The Docker sandbox builds `environment/Dockerfile`; others copy the files of `environment/` (it and compose files aside) into the workdir.
 """
 
@@ -10,15 +11,15 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 import blake3
 
-from rl360.agents import task_file
-from rl360.agents.task_file import TaskError, TaskFile
+from rl360.agents import support, task_file
+from rl360.agents.task_file import ArtifactSection, HealthcheckSection, StepSection, TaskError, TaskFile
 from rl360.bus.events import Budgets
 from rl360.config import BudgetSection
 
@@ -29,6 +30,7 @@ MAX_BYTES: Final = 256 << 20
 
 NOT_COPIED: Final = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
 """Files of environment/ that describe an image; everything else is copied into the workdir."""
+_COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,13 @@ class Task:
     high: float
     oracle: bool  # solution/solve.sh is there
     unknown_keys: tuple[str, ...] = ()
+    healthchecks: tuple[HealthcheckSection, ...] = ()
+    artifacts: tuple[ArtifactSection, ...] = ()
+    separate_verifier: bool = False  # it sees the artifacts, not the agent's workdir
+    step: str = ""  # its name, of a step
+    steps: tuple[Task, ...] = ()
+    min_reward: float | None = None  # of a step: below it, the task ends
+    final_reward: bool = False  # of several steps the last one's reward counts, not their mean
 
     def budgets(self, section: BudgetSection) -> Budgets:
         """The recipe's budgets, with the task's own shorter clocks for the agent and the verifier (S15)."""
@@ -76,22 +85,38 @@ def load_task(folder: Path) -> Task:
     """Read and check one task. Raises TaskError naming the file, the key and the remedy."""
     toml = folder / "task.toml"
     file, unknown = task_file.read(toml)
-    instruction = _instruction(folder / "instruction.md")
-    if not (folder / "tests" / "test.sh").is_file():
-        raise TaskError(f"{folder / 'tests' / 'test.sh'}: missing; it must write /logs/verifier/reward.txt or reward.json")
-    low, high = _reward_range(file, toml)
+    if refused := support.refusals(file):
+        raise TaskError(f"{toml}: {refused[0]}")
+    return build(folder, file, unknown)
+
+
+def build(folder: Path, file: TaskFile, unknown: tuple[str, ...] = ()) -> Task:
+    """The task of a file that is read already. Raises TaskError for what its folder lacks."""
+    for name in _COMPOSE:
+        if (folder / "environment" / name).exists():
+            raise TaskError(
+                f"{folder / 'environment' / name}: a sandbox is one place without services; leave the task out, or make one image"
+            )
+    if file.steps:
+        return _of_steps(folder, file, unknown)
+    return replace(_task(folder, file, unknown), instruction=_instruction(folder / "instruction.md"), **_tests(folder, folder))
+
+
+def _task(folder: Path, file: TaskFile, unknown: tuple[str, ...]) -> Task:
+    """What doesn't hang on a step."""
+    low, high = _reward_range(file, folder / "task.toml")
     return Task(
         name=file.task.name or folder.name,
         dir=folder,
         digest=digest_of_folder(folder),
-        verifier_digest=digest_of_folder(folder / "tests"),
-        instruction=instruction,
+        verifier_digest="",
+        instruction="",
         domain=file.domain,
         workdir=file.environment.workdir.rstrip("/"),
         files=tuple(_environment_files(folder / "environment")),
-        env=file.environment.env,
-        verifier_env=file.verifier.env,
-        solution_env=file.solution.env,
+        env=support.resolved(file.environment.env),
+        verifier_env=support.resolved(_verifier_env(file)),
+        solution_env=support.resolved(file.solution.env),
         agent_timeout=file.agent.timeout_sec,
         verifier_timeout=file.verifier.timeout_sec,
         memory_mb=file.memory_mb,
@@ -105,7 +130,68 @@ def load_task(folder: Path) -> Task:
         high=high,
         oracle=(folder / "solution" / "solve.sh").is_file(),
         unknown_keys=unknown,
+        healthchecks=() if file.environment.healthcheck is None else (file.environment.healthcheck,),
+        artifacts=tuple(support.artifact(entry) for entry in file.artifacts),
+        separate_verifier=support.separate(file.verifier),
+        final_reward=file.multi_step_reward_strategy == "final",
     )
+
+
+def _of_steps(folder: Path, file: TaskFile, unknown: tuple[str, ...]) -> Task:
+    whole = _task(folder, file, unknown)
+    steps = tuple(_step(whole, file, step) for step in file.steps)
+    digests = "".join(step.verifier_digest for step in steps).encode()
+    return replace(
+        whole,
+        steps=steps,
+        instruction=steps[0].instruction,
+        verifier_digest=blake3.blake3(digests).hexdigest(),
+        agent_timeout=_sum([step.agent_timeout for step in steps]),
+        verifier_timeout=_sum([step.verifier_timeout for step in steps]),
+        oracle=all(step.oracle for step in steps),
+    )
+
+
+def _step(whole: Task, file: TaskFile, step: StepSection) -> Task:
+    folder = whole.dir / "steps" / step.name
+    least = step.min_reward
+    return replace(
+        whole,
+        step=step.name,
+        instruction=_instruction(folder / "instruction.md"),
+        **_tests(folder, whole.dir),
+        verifier_env={**whole.verifier_env, **support.resolved(step.verifier.env)},
+        agent_timeout=step.agent.timeout_sec or file.agent.timeout_sec,
+        verifier_timeout=step.verifier.timeout_sec or file.verifier.timeout_sec,
+        network=step.agent.network_mode or whole.network,
+        verifier_network=step.verifier.network_mode or whole.verifier_network,
+        oracle=(folder / "solution" / "solve.sh").is_file(),
+        healthchecks=whole.healthchecks if step.healthcheck is None else (*whole.healthchecks, step.healthcheck),
+        artifacts=(*whole.artifacts, *(support.artifact(entry) for entry in step.artifacts)),
+        separate_verifier=support.separate(file.verifier, step.verifier),
+        min_reward=least["reward"] if isinstance(least, dict) else least,
+    )
+
+
+def _tests(folder: Path, whole: Path) -> dict[str, Any]:
+    """The verifier's digest: of `folder`'s tests together with those that all steps share. Raises TaskError without test.sh."""
+    found = [place for place in dict.fromkeys((whole / "tests", folder / "tests")) if place.is_dir()]
+    if not any((place / "test.sh").is_file() for place in found):
+        raise TaskError(f"{folder / 'tests' / 'test.sh'}: missing; it must write /logs/verifier/reward.txt or reward.json")
+    digests = [digest_of_folder(place) for place in found]
+    return {"verifier_digest": digests[0] if len(digests) == 1 else blake3.blake3("".join(digests).encode()).hexdigest()}
+
+
+def _verifier_env(file: TaskFile) -> dict[str, str]:
+    """A verifier's place of its own has its own environment; else a sealed run gets only what the verifier is given."""
+    own = file.verifier.environment
+    return {**(own.env if own else {}), **file.verifier.env}
+
+
+def _sum(seconds: Sequence[float | None]) -> float | None:
+    """None, no bound of the task's own, where one of the steps has none."""
+    known = [s for s in seconds if s is not None]
+    return sum(known) if len(known) == len(seconds) else None
 
 
 def load_tasks(root: Path) -> tuple[Task, ...]:

@@ -12,7 +12,7 @@ import msgspec
 
 from rl360.agents.lint import lint
 from rl360.agents.qualify import qualify_all
-from rl360.agents.tasks import Task, load_tasks
+from rl360.agents.tasks import Task, TaskError, load_tasks
 from rl360.config import Config, ConfigError, Policy
 from rl360.launch.rundir import RunDir
 
@@ -58,7 +58,7 @@ async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
     if len(train) < config.tasks.groups_per_step:
         raise ConfigError(f"tasks.groups_per_step is {config.tasks.groups_per_step}, but {root / 'train'} holds {len(train)} tasks")
     chosen = (*train, *held_out)
-    _lint(chosen, say)
+    _lint(chosen, config.sandbox.kind, say)
     if config.tasks.qualify:
         cache = folder.path / "tasks" / "qualified"
         sandboxes = folder.path / "sandboxes"
@@ -96,8 +96,12 @@ def copy(source: Path, out: Path, key: str) -> None:
     aside.rename(out)
 
 
-def _lint(chosen: Sequence[Task], say: Callable[[str], None]) -> None:
-    warnings = [finding.message for task in chosen for finding in lint(task.dir)]
+def _lint(chosen: Sequence[Task], kind: str, say: Callable[[str], None]) -> None:
+    """Say the warnings. Raises TaskError for what this kind of sandbox can't carry out."""
+    found = [finding for task in chosen for finding in lint(task.dir, kind)]
+    if errors := [finding.message for finding in found if finding.level == "error"]:
+        raise TaskError(f"{errors[0]}" + (f" (and {len(errors) - 1} more: rl360 tasks lint)" if errors[1:] else ""))
+    warnings = [finding.message for finding in found]
     for message in warnings[:_SHOWN]:
         say(f"warning: {message}")
     if len(warnings) > _SHOWN:

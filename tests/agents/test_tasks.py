@@ -62,7 +62,9 @@ def test_defaults_and_the_range_of_metadata(tmp_path: Path) -> None:
         ("[verifier]\nreward_min = 2\n", "verifier.reward_max"),
         ("[verifier]\nreward_max = inf\n", "verifier.reward_max"),
         ("[metadata]\nreward_range = [0]\n", "metadata.reward_range"),
-        ("[[steps]]\nname = 'one'\n", "steps"),
+        ("[[steps]]\nnam = 'one'\n", "steps[0]"),
+        ("[environment]\nmemory = '1G'\nmemory_mb = 2000\n", "environment.memory"),
+        ("[environment]\nnetwork_mode = 'sometimes'\n", "environment.network_mode"),
         ("schema_version = 1.4.2\n", "not valid TOML"),
     ],
 )

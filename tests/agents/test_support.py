@@ -1,0 +1,125 @@
+"""What no sandbox can carry out is refused with its key, the reason and the remedy; nothing is silently ignored."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl360.agents import support
+from rl360.agents.lint import lint
+from rl360.agents.staging import Stage
+from rl360.agents.tasks import TaskError, load_task
+from tests.agents.harbor import make_task, write_task
+
+TASKS = Path(__file__).parent.parent / "fixtures" / "tasks"
+REFUSED = sorted(p.name for p in TASKS.glob("refused-*"))
+ACCEPTED = sorted(p.name for p in TASKS.iterdir() if p.name not in REFUSED)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_supported_feature_is_read_without_an_error(name: str) -> None:
+    assert [f for f in lint(TASKS / name, "bwrap") if f.level == "error"] == []
+    assert load_task(TASKS / name).oracle
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cant_be_carried_out_is_refused_by_load_and_by_lint(name: str) -> None:
+    with pytest.raises(TaskError, match=";"):
+        load_task(TASKS / name)
+    assert any(f.level == "error" and ";" in f.message for f in lint(TASKS / name))
+
+
+@pytest.mark.parametrize(
+    ("toml", "key"),
+    [
+        ("[environment]\ngpus = 2\n", "environment.gpus"),
+        ('[environment.tpu]\ntype = "v4"\n', "environment.tpu"),
+        ('[environment]\nos = "Windows"\n', "environment.os"),
+        ('[environment]\nskills_dir = "/skills"\n', "environment.skills_dir"),
+        ('[[environment.mcp_servers]]\nname = "x"\n', "environment.mcp_servers"),
+        ('[environment.env]\nKEY = "${KEY}"\n', "environment.env.KEY"),
+        ('[solution.env]\nKEY = "${KEY}"\n', "solution.env.KEY"),
+        ('[agent]\nuser = "agent"\n', "agent.user"),
+        ("[verifier]\nuser = 1000\n", "verifier.user"),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n', "agent.network_mode"),
+        ('[verifier]\nallowed_hosts = ["a.org"]\n', "verifier.allowed_hosts"),
+        ('[[verifier.collect]]\ncommand = "dump"\n', "verifier.collect"),
+        ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ncpus = 1\n', "verifier.environment_mode"),
+        ("[verifier.environment]\ngpus = 1\n", "verifier.environment.gpus"),
+        ('[verifier.environment]\ndocker_image = "judge:1"\n', "verifier.environment.docker_image"),
+        ('[verifier.environment]\nworkdir = "/judge"\n', "verifier.environment.workdir"),
+    ],
+)
+def test_a_refusal_names_the_key_the_reason_and_the_remedy(tmp_path: Path, toml: str, key: str) -> None:
+    folder = write_task(tmp_path / "t", toml=toml)
+    with pytest.raises(TaskError, match=rf"task\.toml: key '{key}': .+; .+"):
+        load_task(folder)
+    assert [f.level for f in lint(folder) if key in f.message] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "entry", ['"/var/log/x"', '"/app/../etc"', '{ source = "/app/a", destination = "../b" }', '{ source = "/app/a", service = "db" }']
+)
+def test_an_artifact_outside_the_workdir_or_the_folder_is_refused(tmp_path: Path, entry: str) -> None:
+    with pytest.raises(TaskError, match="artifacts"):
+        make_task(tmp_path / "t", toml=f"artifacts = [{entry}]\n")
+
+
+def test_every_refusal_of_a_task_is_told_not_the_first_alone(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "t", toml='[environment]\ngpus = 1\nos = "windows"\nskills_dir = "/s"\n')
+    assert {f.rule for f in lint(folder) if f.level == "error"} == {"environment.gpus", "environment.os", "environment.skills_dir"}
+
+
+def test_some_refusals_hang_on_the_kind_of_sandbox(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "t", toml='[environment]\nnetwork_mode = "public"\n')
+    assert load_task(folder).network == "public"
+    assert {f.rule for f in lint(folder, "bwrap") if f.level == "error"} == {"environment.network_mode"}
+    assert [f for f in lint(folder, "docker") if f.level == "error"] == []
+    assert {f.rule for f in lint(TASKS / "steps", "docker") if f.level == "error"} == {"steps"}
+
+
+def test_unknown_keys_of_a_step_are_findings(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    shutil.copytree(TASKS / "steps", folder)
+    toml = folder / "task.toml"
+    toml.write_text(toml.read_text().replace("min_reward", "minreward"))
+    assert load_task(folder).unknown_keys == ("steps.minreward",)
+    assert any("steps.minreward" in f.message for f in lint(folder))
+
+
+def test_a_step_reads_like_a_task_of_its_own(tmp_path: Path) -> None:
+    task = load_task(TASKS / "steps")
+    first, second = task.steps
+    assert (first.step, second.step, first.min_reward, second.min_reward) == ("first", "second", 0.5, None)
+    assert "word one" in first.instruction
+    assert second.verifier_env == {"WANTED": "one two"}
+    assert len({task.verifier_digest, first.verifier_digest, second.verifier_digest}) == 3
+    assert (task.agent_timeout, first.agent_timeout, task.verifier_timeout) == (120.0, 60.0, None)
+    staged = Stage(tmp_path / "stage").get(task).steps
+    assert sorted(p.name for p in staged[1].tests.iterdir()) == ["test.sh", "words.sh"]
+    assert [s.environment and s.environment.name for s in staged] == [None, "workdir"]
+
+
+@pytest.mark.parametrize("missing", ["steps/first/instruction.md", "steps/second/tests/test.sh"])
+def test_a_missing_file_of_a_step_is_named(tmp_path: Path, missing: str) -> None:
+    shutil.copytree(TASKS / "steps", tmp_path / "t")
+    (tmp_path / "t" / missing).unlink()
+    with pytest.raises(TaskError, match=missing):
+        load_task(tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "first "])
+def test_a_steps_name_is_a_plain_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TaskError, match=r"steps\.name"):
+        make_task(tmp_path / "t", toml=f"[[steps]]\nname = '{name}'\n")
+
+
+@given(st.dictionaries(st.text("AB", min_size=1), st.text()))
+def test_the_hosts_environment_never_reaches_a_task(env: dict[str, str]) -> None:
+    env = {**env, "HOME": "${HOME}", "OTHER": "${HOME:-there}"}
+    assert support.resolved(env)["OTHER"] == "there"
+    assert support.resolved(env)["HOME"] == "${HOME}"  # refused by lint, and not looked up
