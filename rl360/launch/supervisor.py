@@ -96,8 +96,11 @@ class Supervisor(Lead):
 
     async def _sweep(self) -> None:
         """Remove the sandboxes of runners that had to be killed: no runner is left that would (CASES 39)."""
-        for name in await asyncio.to_thread(sweep, self.folder.path / "sandboxes"):
-            log.warning("swept sandbox %s", name)
+        try:
+            for name in await asyncio.to_thread(sweep, self.folder.path / "sandboxes"):
+                log.warning("swept sandbox %s", name)
+        except OSError as e:
+            log.error("sandboxes are left, and are removed when the run goes on (rl360 run --resume %s): %s", self.folder.path, e)
 
     def pids(self) -> dict[str, int]:
         """Recorded process ids of what runs now."""

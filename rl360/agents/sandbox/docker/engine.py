@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -30,6 +31,7 @@ DEFAULT: Final = "unix:///var/run/docker.sock"
 CALL_SECONDS: Final = 60.0
 """A daemon that says nothing for so long has hung."""
 
+_POLL: Final = 0.5
 _SETTLE_SECONDS: Final = 5.0
 """A create that a dead runner asked for may still be under way for so long after its intent."""
 
@@ -83,6 +85,26 @@ class Engine:
         except Exception as e:
             raise InfraError(Boundary.SANDBOX, cause_of(e), f"{what}: {_short(e)}", exception=type(e).__name__) from e
 
+    def reach(self, deadline: float) -> None:
+        """Wait until the daemon answers, at most until `deadline` (monotonic seconds): one that restarts costs only what ran on it.
+
+        Raises InfraError (sandbox/lost).
+        """
+        waited = False
+        while True:
+            try:
+                self.api.ping()
+            except OSError as e:
+                if time.monotonic() + _POLL >= deadline:
+                    why = f"no Docker daemon answered at {self.address} within the set-up's time: {_short(e)}"
+                    raise InfraError(Boundary.SANDBOX, Cause.LOST, why, exception="NoDaemon") from None
+                if not waited:
+                    log.warning("the Docker daemon at %s does not answer; a sandbox waits for it", self.address)
+                waited = True
+                time.sleep(_POLL * (0.5 + random.random()))  # not all at once
+            else:
+                return
+
     def state(self, container: str) -> Mapping[str, Any]:
         """`State` of a container as the daemon inspects it: Running, ExitCode, OOMKilled, Error, Pid."""
         return self.api.inspect_container(container)["State"]
@@ -130,7 +152,8 @@ def address() -> str:
 def describe(engine: Engine) -> str:
     """One line for `rl360 doctor`."""
     info = engine.info
-    backing = dict(info.get("DriverStatus") or ()).get("Backing Filesystem", "")
+    pairs: list[tuple[str, str]] = info.get("DriverStatus") or []
+    backing = dict(pairs).get("Backing Filesystem", "")
     disk = (
         "" if (info["Driver"], backing) == ("overlay2", "xfs") else "; no limit of a container's disk (overlay2 on xfs with pquota has one)"
     )

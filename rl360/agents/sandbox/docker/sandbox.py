@@ -74,6 +74,7 @@ class DockerSandbox:
     def start(self) -> None:
         end = time.monotonic() + self._timeout
         with self._engine.typed("the sandbox can't be started"):
+            self._engine.reach(end)
             self._lease.open(self.id, None, engine=self._engine.address)
             self._image = self._images.get(self._source, end - time.monotonic())
             self.workdir = Path(self._volume("app"))
