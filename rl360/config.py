@@ -97,11 +97,17 @@ class BudgetSection(Section, frozen=True, kw_only=True):
 
 
 class Waves(Section, frozen=True, kw_only=True):
-    """Attempts are admitted `size` at a time, `interval` seconds apart, while fewer than `max_starting` are starting."""
+    """Attempts are admitted `size` at a time, `interval` seconds apart, while fewer than `max_starting` are starting.
+
+    A sandbox that doesn't start is tried `tries` times in all; the first retry waits up to `retry_seconds`, each later one twice as long.
+    """
 
     size: Positive = 32
     interval: Annotated[float, Meta(ge=0)] = 0.1
     max_starting: Positive = 64
+    max_pulls: NonNegative = 0  # images pulled (or built) at once, over all runners: what the registry bears; 0: as many as start
+    tries: Positive = 3
+    retry_seconds: Seconds = 2.0
 
 
 class Agent(Section, frozen=True, kw_only=True):
@@ -131,6 +137,11 @@ class Sandbox(Section, frozen=True, kw_only=True):
     pids: Positive = 64
     cpus: Annotated[float, Meta(gt=0)] = 1.0
 
+    @property
+    def reserved_mb(self) -> int:
+        """MiB of a node's memory that a sandbox of the largest size may use: a container's workdir is on disk."""
+        return self.memory_mb + (0 if self.kind == "docker" else self.storage_mb)
+
 
 class Sessions(Section, frozen=True, kw_only=True):
     count: Positive = 1
@@ -142,6 +153,8 @@ class Sessions(Section, frozen=True, kw_only=True):
 class Runners(Section, frozen=True, kw_only=True):
     count: Positive = 2
     slots: Positive = 32  # attempts at once in one runner
+    memory_mb: NonNegative = 0  # MiB of its node that the sandboxes of one runner may reserve together; 0: not reserved
+    cpus: Annotated[float, Meta(ge=0)] = 0.0  # likewise; who runs two runners on a node gives each a part of it
 
 
 class SGLang(Section, frozen=True, kw_only=True):
@@ -228,7 +241,6 @@ class Push(Section, frozen=True, kw_only=True):
 class Supervise(Section, frozen=True, kw_only=True):
     max_restarts: NonNegative = 5  # of one worker, before the run stops with a clear error
     drain_seconds: Seconds = 15.0
-    hang_seconds: Annotated[float, Meta(ge=5)] = 300.0  # without a sign of life, after which a process is killed and started again
     hang_seconds: Annotated[float, Meta(ge=5)] = 300.0  # without a sign of life, after which a process is killed and started again
     min_free_mb: NonNegative = 512  # MiB free on the run's disks, below which it stops before something is lost
 
@@ -453,11 +465,27 @@ def _check(c: Config, where: str) -> None:
         refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
         refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
+    if 0 < c.waves.max_pulls < c.runners.count:
+        refuse("waves.max_pulls", f"must be 0 or at least runners.count ({c.runners.count}): each runner has a share of it")
+    if why := _too_big_for_a_runner(c):
+        refuse(*why)
     if c.engine.min_healthy > c.engine.count:
         refuse("engine.min_healthy", f"must not exceed engine.count ({c.engine.count})")
     for number, fault in enumerate(c.faults):
         if why := _fault_problem(c, fault):
             refuse(f"faults[{number}].{why[0]}", why[1])
+
+
+def _too_big_for_a_runner(c: Config) -> tuple[str, str] | None:
+    """The key of a reservation that the largest sandbox doesn't fit into, and why: it would wait for ever."""
+    if 0 < c.runners.memory_mb < c.sandbox.reserved_mb:
+        return (
+            "runners.memory_mb",
+            f"must be 0 or hold one sandbox of {c.sandbox.reserved_mb} MiB (memory, and workdir in memory)",
+        )
+    if 0 < c.runners.cpus < c.sandbox.cpus:
+        return "runners.cpus", f"must be 0 or hold one sandbox: sandbox.cpus is {c.sandbox.cpus:g}"
+    return None
 
 
 def _fault_problem(c: Config, fault: Fault) -> tuple[str, str] | None:

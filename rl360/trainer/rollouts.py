@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from rl360.agents.waves import wave_size
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.config import BudgetSection, Waves
 from rl360.trainer.draw import TaskRef
-from rl360.trainer.waves import wave_size
 
 FOLDED: Final[tuple[type[ev.Event], ...]] = (
     ev.RunStarted,

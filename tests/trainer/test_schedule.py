@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl360.agents.waves import wave_size
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.config import BudgetSection, Waves
@@ -17,7 +18,6 @@ from rl360.trainer.draw import TaskRef, draw
 from rl360.trainer.progress import Progress, PushGate, oldest
 from rl360.trainer.rollouts import Rollouts, budgets
 from rl360.trainer.schedule import EVAL_GROUPS, Scheduler, TaskPool
-from rl360.trainer.waves import wave_size
 from tests.trainer.world import RUN, World, coin, config_of, failed, pool_of, verified
 
 
