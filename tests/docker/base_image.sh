@@ -4,7 +4,7 @@
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: base_image.sh TAG..." >&2; exit 2; }
 
-packages="base-files base-passwd bash dash coreutils sed grep gawk mawk findutils diffutils tar gzip util-linux procps hostname git python3 python3-minimal ca-certificates"
+packages="base-files base-passwd bash dash coreutils sed grep gawk mawk findutils diffutils tar gzip util-linux procps hostname git python3 python3-minimal ca-certificates ${EXTRA_PACKAGES:-}"
 closure=$(apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances $packages 2>/dev/null |
   grep -E '^[a-z0-9]' | sort -u)
 

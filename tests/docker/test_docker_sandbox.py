@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ def test_s13_an_image_that_no_registry_has_is_a_typed_failure(sandboxes: Sandbox
 def test_a_public_network_is_given_by_the_tasks_word_alone(sandboxes: Sandboxes, tmp_path: Path) -> None:
     public = make_task(tmp_path / "p", toml="[environment]\nnetwork_mode = 'public'\n")
     assert sandboxes.start(public).exec("grep -c : /proc/net/dev", 5).output == "2\n"
-    other = sandboxes.make(make_task(tmp_path / "a", toml="[environment]\nnetwork_mode = 'allowlist'\n"))
+    other = sandboxes.make(replace(public, network="allowlist"))
     with pytest.raises(InfraError, match="allowlist") as caught:
         other.start()
     assert caught.value.cause is Cause.BAD_TASK
