@@ -1,12 +1,14 @@
 """One life of one attempt, from the queue to its terminal outcome. Exactly one outcome comes out of it (S16).
 
 queue -> setup (session and sandbox) -> agent -> everything of the agent's is killed -> collect (the session is closed,
-so its turns are complete) -> verify. Every phase has its own clock (S15) and publishes when it ended.
+so its turns are complete) -> verify. Every phase has its own clock (S15) and publishes when it ended. A task of several
+steps goes through setup, agent and verify once a step; the steps share each phase's budget, and the phase is told once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -14,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rl360.agents.artifacts import collect
 from rl360.agents.clocks import PhaseClock, budget
 from rl360.agents.harness.base import Assignment, Harness
+from rl360.agents.judge import judge
 from rl360.agents.outcomes import PHASE_BOUNDARY, InfraError, Teardown, boundary, timed_out, typed
+from rl360.agents.ready import make_ready
 from rl360.agents.sandbox.base import Sandbox
 from rl360.agents.session import Sessions
 from rl360.agents.staging import Staged
+from rl360.agents.steps import Walk
 from rl360.agents.tasks import Task
-from rl360.agents.verify import Verdict, verify
+from rl360.agents.verify import Verdict
 from rl360.bus import tracing
 from rl360.bus.events import (
     AgentEnd,
@@ -36,6 +42,7 @@ from rl360.bus.events import (
     session_id,
 )
 from rl360.config import Agent
+from rl360.sessions.client import OpenedSession
 
 T = TypeVar("T")
 Outcome = VerifierResult | InfraFailed
@@ -62,6 +69,7 @@ class Shop:
     sandbox_of: Callable[[RolloutAdmitted, str, Task, Staged, float], Sandbox]
     harness_of: Callable[[Assignment], Harness]
     scratch: Path
+    artifacts: Path  # what tasks ask to keep, in a folder a session
     pool: Executor
     announce: Callable[[Event], Awaitable[None]]  # without waiting for a receipt: phases are news, not outcomes
     claim: Callable[[Event], Awaitable[bool]]  # record it; False: the journal holds another's
@@ -80,7 +88,10 @@ class Attempt:
         self._clock = PhaseClock.taken(admitted.budgets, admitted=admitted.admitted, up=shop.up, now=time.time(), life=life)
         self._teardown = Teardown()
         self._open = False
-        self._sandbox: Sandbox | None = None
+        self._used = dict.fromkeys(Phase, 0.0)  # of each phase's budget, by the steps before
+        self._sandboxes: list[Sandbox] = []  # the agent's last
+        self._made = 0
+        self._walk: Walk | None = None
         self._agent_end: AgentEnd | None = None
         self._courtesy = _COURTESY_SECONDS
         self._blocked: set[asyncio.Future[Any]] = set()
@@ -107,28 +118,43 @@ class Attempt:
             raise timed_out(Phase.QUEUE, self._admitted.budgets.queue)
         if not await self._shop.claim(self._phase(time.time())):
             raise Taken
-        given = await self._setup()
-        self._agent_end = await self._agent(given)
-        await self._kill()
-        await self._ended()
-        await self._collect()
-        self._enter(Phase.VERIFY)
-        verdict = await self._in_thread(
-            lambda: verify(given.sandbox, given.task, given.staged, started=time.time(), timeout=self._left()), Boundary.VERIFIER
-        )
-        await self._ended()
-        return verdict
-
-    # ------------------------------------------------------------------------------------------------ phases
-
-    async def _setup(self) -> Assignment:
         self._enter(Phase.SETUP)
         task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
         session = await self._shop.sessions.open(self._admitted, self._session_id, deadline=self._clock.deadline)
         self._open = True
-        self._sandbox = sandbox = self._shop.sandbox_of(self._admitted, self._session_id, task, staged, self._left())
+        self._walk = walk = Walk(task, staged, self._shop.scratch / "steps" / self._session_id)
+        while await self._step(walk, session, staged):
+            self._enter(Phase.SETUP)
+        if self._open:  # a step's reward ended the task before its last step
+            await self._collect()
+        return walk.verdict()
+
+    # ------------------------------------------------------------------------------------------------ phases
+
+    async def _step(self, walk: Walk, session: OpenedSession, original: Staged) -> bool:
+        """One step from setup to verdict; whether another follows. A task without steps is one."""
+        given = await self._setup(walk, session)
+        self._agent_end = await self._agent(given, first=walk.number == 0)
+        await self._kill()
+        if walk.last:
+            await self._ended()
+            await self._collect()
+        await self._keep(walk, given)
+        self._enter(Phase.VERIFY)
+        sandbox, task, staged, timeout = given.sandbox, given.task, given.staged, self._left()
+        verdict = await self._in_thread(lambda: judge(sandbox, task, staged, original, timeout, self._sandbox), Boundary.VERIFIER)
+        if walk.last:
+            await self._ended()
+        return walk.judged(verdict)
+
+    async def _setup(self, walk: Walk, session: OpenedSession) -> Assignment:
+        await self._close_sandboxes()
+        task, staged = await self._in_thread(walk.current, Boundary.SANDBOX)
+        sandbox = self._sandbox(task, staged)
         await self._in_thread(sandbox.start, Boundary.SANDBOX)
-        await self._ended()
+        await self._in_thread(lambda: make_ready(sandbox, task, staged, self._left()), Boundary.SANDBOX)
+        if walk.number == 0:
+            await self._ended()
         self._enter(Phase.AGENT)
         return Assignment(
             task=task,
@@ -138,19 +164,20 @@ class Attempt:
             session=session.session,
             base_url=session.base_url,
             key=session.key,
-            deadline=self._clock.deadline,
+            deadline=min(self._clock.deadline, time.time() + (task.agent_timeout or math.inf)),
             traceparent=tracing.traceparent(self._shop.run, self._admitted.attempt, f"phase/{Phase.AGENT}"),
             scratch=self._shop.scratch,
         )
 
-    async def _agent(self, given: Assignment) -> AgentEnd:
+    async def _agent(self, given: Assignment, *, first: bool) -> AgentEnd:
         """Run the agent to its end or to the end of its clock, which is the policy's doing and no failure (S14)."""
-        await self._began()
+        if first:
+            await self._began()
         with boundary(Boundary.AGENT):
             harness = self._shop.harness_of(given)
         running = self._submit(harness.run)
         try:
-            await asyncio.wait({running}, timeout=self._left())
+            await asyncio.wait({running}, timeout=max(0.0, given.deadline - time.time()))
             if not running.done():
                 harness.cancel()
                 await self._kill()
@@ -177,19 +204,44 @@ class Attempt:
             raise InfraError(Boundary.COLLECT, e.cause, e.detail, exception=e.exception) from e
         await self._ended()
 
+    async def _keep(self, walk: Walk, given: Assignment) -> None:
+        """Keep what the task wants kept, and the workdir for the next step. The agent is dead."""
+        workdir, task = given.sandbox.workdir, given.task
+        if task.artifacts:
+            folder = self._shop.artifacts / self._session_id / task.step
+            await self._in_thread(lambda: collect(workdir, task, folder), Boundary.COLLECT)
+        await self._in_thread(lambda: walk.leave(workdir), Boundary.COLLECT)
+
+    def _sandbox(self, task: Task, staged: Staged) -> Sandbox:
+        """A further sandbox of this life, unstarted; it is closed with the life at the latest."""
+        name = self._session_id + (f"-{self._made}" if self._made else "")
+        self._made += 1
+        sandbox = self._shop.sandbox_of(self._admitted, name, task, staged, self._left())
+        self._sandboxes.append(sandbox)
+        return sandbox
+
     async def _kill(self) -> None:
-        if self._sandbox is not None:
-            await self._in_thread(self._sandbox.kill_all, Boundary.SANDBOX)
+        for sandbox in tuple(self._sandboxes):
+            await self._in_thread(sandbox.kill_all, Boundary.SANDBOX)
+
+    async def _close_sandboxes(self) -> None:
+        """Those of the step before. Each leaves the list only once it is gone."""
+        while self._sandboxes:
+            await self._in_thread(self._sandboxes[0].close, Boundary.SANDBOX)
+            del self._sandboxes[0]
 
     async def _take_down(self) -> None:
         """Kill, close and remove, whatever state things are in; what fails is noted beside the outcome."""
-        if self._sandbox is not None:
+        for sandbox in tuple(self._sandboxes):
             with self._teardown.step("sandbox"):
-                await self._in_thread(self._sandbox.abort, Boundary.SANDBOX)
-            if self._blocked:  # a start or a command that was under way: it ends by the abort, and before the removal
-                await asyncio.wait(tuple(self._blocked), timeout=CANCEL_SECONDS)
+                await self._in_thread(sandbox.abort, Boundary.SANDBOX)
+        if self._blocked:  # a start or a command that was under way: it ends by the abort, and before the removal
+            await asyncio.wait(tuple(self._blocked), timeout=CANCEL_SECONDS)
+        for sandbox in tuple(self._sandboxes):
             with self._teardown.step("sandbox"):
-                await self._in_thread(self._sandbox.close, Boundary.SANDBOX)
+                await self._in_thread(sandbox.close, Boundary.SANDBOX)
+        if self._walk is not None:
+            await self._in_thread(self._walk.close, Boundary.SANDBOX)
         if self._open:
             with self._teardown.step("session"):
                 await self._shop.sessions.close(self._session_id, "abandoned", deadline=time.time() + self._courtesy)
@@ -197,7 +249,9 @@ class Attempt:
     # ------------------------------------------------------------------------------------------------ clock and threads
 
     def _enter(self, phase: Phase) -> None:
-        self._clock = self._clock.enter(phase, time.time())
+        now = time.time()
+        self._used[self._clock.phase] += now - self._clock.started
+        self._clock = self._clock.enter(phase, now, self._used[phase])
 
     def _left(self) -> float:
         return self._clock.left(time.time())
@@ -255,6 +309,7 @@ class Attempt:
             agent_end=self._agent_end,
             node=self._shop.node,
             teardown_error=self._teardown.errors,
+            steps=verdict.steps,
         )
 
     def _failed(self, error: InfraError) -> InfraFailed:

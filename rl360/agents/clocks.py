@@ -31,6 +31,7 @@ class PhaseClock:
     outer: float
     phase: Phase
     started: float
+    used: float = 0.0  # of this phase's budget, by earlier steps of the task
 
     @classmethod
     def taken(cls, budgets: Budgets, *, admitted: float, up: float, now: float, life: int) -> PhaseClock:
@@ -43,14 +44,14 @@ class PhaseClock:
         waiting = max(admitted, up)
         return cls(budgets=budgets, outer=waiting + budgets.outer, phase=Phase.QUEUE, started=waiting if life == 1 else now)
 
-    def enter(self, phase: Phase, now: float) -> PhaseClock:
-        """The clock of the next phase; it starts now."""
-        return replace(self, phase=phase, started=now)
+    def enter(self, phase: Phase, now: float, used: float = 0.0) -> PhaseClock:
+        """The clock of the next phase; it starts now. The steps of a task share a phase's budget: `used` is gone already."""
+        return replace(self, phase=phase, started=now, used=used)
 
     @property
     def deadline(self) -> float:
         """When this phase ends at the latest."""
-        return min(self.started + budget(self.budgets, self.phase), self.outer)
+        return min(self.started + budget(self.budgets, self.phase) - self.used, self.outer)
 
     def left(self, now: float) -> float:
         """Seconds left to this phase, never below 0."""

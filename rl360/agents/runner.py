@@ -258,6 +258,7 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
         sandbox_of=sandbox_of,
         harness_of=harness_maker(ctx.config.agent, scratch),
         scratch=scratch,
+        artifacts=ctx.dir / "artifacts",
         pool=pool,
         announce=announce,
         claim=ctx.bus.claim,

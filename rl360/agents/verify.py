@@ -23,7 +23,7 @@ from rl360.agents.sandbox.base import ExecResult, Sandbox, Sealed
 from rl360.agents.staging import Staged
 from rl360.agents.tasks import Task
 from rl360.bus.blobs import digest_of
-from rl360.bus.events import Boundary, Cause, Receipt
+from rl360.bus.events import Boundary, Cause, Receipt, StepVerdict
 
 MAX_REWARD_BYTES: Final = 64 << 10
 CLOCK_GRAIN: Final = 0.05
@@ -41,6 +41,7 @@ class Verdict:
     low: float
     high: float
     receipt: Receipt
+    steps: tuple[StepVerdict, ...] = ()  # of a task of several steps
 
 
 @dataclass(frozen=True)

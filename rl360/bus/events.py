@@ -292,7 +292,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     written_at: float
 
 
+class StepVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the verifier of one step of several wrote."""
+
+    step: str
+    reward: float
+    receipt: Receipt
+
+
 class VerifierResult(OfSession, frozen=True, kw_only=True):
+    """Of a task of several steps, `reward` is what its strategy makes of those in `steps`, and `receipt` is the last one's."""
+
     reward: float
     low: float
     high: float
@@ -301,6 +311,7 @@ class VerifierResult(OfSession, frozen=True, kw_only=True):
     agent_end: AgentEnd
     node: str = ""
     teardown_error: str = ""
+    steps: tuple[StepVerdict, ...] = ()
 
 
 class InfraFailed(OfSession, frozen=True, kw_only=True):
