@@ -16,6 +16,7 @@ import pytest
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.sandbox.faulty import FaultySandbox
 from rl360.agents.sandbox.leases import Lease, sweep
 from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.staging import Stage
@@ -102,6 +103,32 @@ def test_s17_a_reward_baked_into_the_image_is_not_seen(sandboxes: Sandboxes, tmp
     with pytest.raises(InfraError) as caught:
         judged(sandboxes, sandboxes.start(baked), baked)
     assert caught.value.cause is Cause.NO_REWARD
+
+
+def test_s13_a_sandbox_that_is_killed_from_outside_is_lost(sandboxes: Sandboxes, task: Task) -> None:
+    struck: list[str] = []
+    sandbox = FaultySandbox(sandboxes.start(task), "sandbox_kill", lambda: struck.append("now"))
+    with pytest.raises(InfraError) as caught:
+        sandbox.exec("echo hi", 5)
+    assert (struck, caught.value.boundary, caught.value.cause) == (["now"], Boundary.SANDBOX, Cause.LOST)
+
+
+def test_s13_a_container_that_ends_under_a_command_is_lost_and_no_exit_status(daemon: Daemon, sandboxes: Sandboxes, task: Task) -> None:
+    sandbox = sandboxes.start(task)
+    killer = threading.Thread(
+        target=lambda: (wait_for(sandbox.workdir / "begun"), daemon.call("kill", str(inspected(daemon, sandboxes)["Id"])))
+    )
+    killer.start()
+    with pytest.raises(InfraError, match="status 137") as caught:
+        sandbox.exec("touch begun; sleep 60", 20)
+    killer.join()
+    assert (caught.value.boundary, caught.value.cause) == (Boundary.SANDBOX, Cause.LOST)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------------------------------------- images
@@ -230,9 +257,7 @@ def test_a_daemon_that_dies_in_the_middle_is_an_infra_outcome_and_nothing_is_orp
 
     thread = threading.Thread(target=work)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not (sandbox.workdir / "begun").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(sandbox.workdir / "begun")
     daemon.kill()
     try:
         thread.join(20)

@@ -35,6 +35,7 @@ _WRAPPER: Final = r"""echo $$; /bin/bash -c "$1" bash 2>&1 </dev/null; s=$?; pri
 """Says its process group first and the command's status last. A command that forges the last line forges its own status."""
 
 _KILL_SECONDS: Final = 10.0
+_NOTICE_SECONDS: Final = 0.5
 _CHUNK: Final = 256 << 10
 
 
@@ -128,6 +129,7 @@ def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: s
     if said.status is not None:
         return ExecResult(said.status, text(said.output), said.total > OUTPUT_LIMIT)
     if ended:
+        _outlived(engine, held.container)
         return ExecResult(_ended(engine, made, 0.0), text(said.output), said.total > OUTPUT_LIMIT)
     flooded = said.total > FLOOD_LIMIT
     if not said.group:
@@ -135,6 +137,15 @@ def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: s
     held.keeper.sendall(b"%d\n" % said.group)
     status = _ended(engine, made, _KILL_SECONDS)
     return ExecResult(status, text(said.output), flooded or said.total > OUTPUT_LIMIT, timed_out=not flooded)
+
+
+def _outlived(engine: Engine, container: str) -> None:
+    """A command that ended without its last line was killed: alone, or with the whole container, which the daemon sees a moment later."""
+    end = time.monotonic() + _NOTICE_SECONDS
+    while time.monotonic() < end:
+        if not engine.state(container)["Running"]:
+            raise InfraError(Boundary.SANDBOX, Cause.LOST, "the container ended under a command")
+        time.sleep(0.02)
 
 
 def _ended(engine: Engine, made: str, seconds: float) -> int:
