@@ -471,6 +471,8 @@ def _check(c: Config, where: str) -> None:
         refuse(*why)
     if c.engine.min_healthy > c.engine.count:
         refuse("engine.min_healthy", f"must not exceed engine.count ({c.engine.count})")
+    if c.sandbox.image and c.sandbox.kind != "docker":
+        refuse("sandbox.image", 'has an effect with sandbox.kind = "docker" alone: leave it out')
     for number, fault in enumerate(c.faults):
         if why := _fault_problem(c, fault):
             refuse(f"faults[{number}].{why[0]}", why[1])
