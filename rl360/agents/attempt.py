@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rl360.agents.admission import Admission, Seat
 from rl360.agents.artifacts import collect
 from rl360.agents.clocks import PhaseClock, budget
 from rl360.agents.harness.base import Assignment, Harness
@@ -28,6 +29,7 @@ from rl360.agents.staging import Staged
 from rl360.agents.steps import Walk
 from rl360.agents.tasks import Task
 from rl360.agents.verify import Verdict
+from rl360.agents.waves import Start
 from rl360.bus import tracing
 from rl360.bus.events import (
     AgentEnd,
@@ -38,6 +40,7 @@ from rl360.bus.events import (
     Phase,
     RolloutAdmitted,
     RolloutPhase,
+    StartRetried,
     VerifierResult,
     session_id,
 )
@@ -50,6 +53,9 @@ Outcome = VerifierResult | InfraFailed
 CANCEL_SECONDS: Final = 15.0
 """An agent whose clock ran out, and whose processes are dead, has this long to return."""
 
+_PASSING: Final = frozenset({Cause.START_FAILED, Cause.LOST, Cause.REFUSED})
+"""Causes of a start's failure that may be gone when it is tried again."""
+
 _COURTESY_SECONDS: Final = 5.0
 _STOPPING_SECONDS: Final = 1.0
 """How long a session that didn't get to its collect phase is tried to be closed; nothing hangs on it."""
@@ -57,7 +63,11 @@ _STOPPING_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shop:
-    """What a runner lends to each of its attempts. `sandbox_of` makes a sandbox, unstarted, for a session."""
+    """What a runner lends to each of its attempts. `sandbox_of` makes a sandbox, unstarted, for a session.
+
+    `start_of` says what an attempt at a task needs of the node, not before a time (unix seconds); `retry_at`, when a start
+    that failed so many times is tried again, if at all.
+    """
 
     run: str
     node: str
@@ -66,6 +76,9 @@ class Shop:
     up: float  # when the run was last started, unix seconds
     sessions: Sessions
     find_task: Callable[[str, str], tuple[Task, Staged]]
+    admission: Admission
+    start_of: Callable[[str, Task, Staged, float], Start]
+    retry_at: Callable[[int], float | None]
     sandbox_of: Callable[[RolloutAdmitted, str, Task, Staged, float], Sandbox]
     harness_of: Callable[[Assignment], Harness]
     scratch: Path
@@ -91,6 +104,7 @@ class Attempt:
         self._used = dict.fromkeys(Phase, 0.0)  # of each phase's budget, by the steps before
         self._sandboxes: list[Sandbox] = []  # the agent's last
         self._made = 0
+        self._seat: Seat | None = None
         self._walk: Walk | None = None
         self._agent_end: AgentEnd | None = None
         self._courtesy = _COURTESY_SECONDS
@@ -116,10 +130,11 @@ class Attempt:
     async def _phases(self) -> Verdict:
         if self._clock.ran_out(time.time()):
             raise timed_out(Phase.QUEUE, self._admitted.budgets.queue)
+        task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
+        await self._take_seat(task, staged)
         if not await self._shop.claim(self._phase(time.time())):
             raise Taken
         self._enter(Phase.SETUP)
-        task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
         session = await self._shop.sessions.open(self._admitted, self._session_id, deadline=self._clock.deadline)
         self._open = True
         self._walk = walk = Walk(task, staged, self._shop.scratch / "steps" / self._session_id)
@@ -130,6 +145,10 @@ class Attempt:
         return walk.verdict()
 
     # ------------------------------------------------------------------------------------------------ phases
+
+    async def _take_seat(self, task: Task, staged: Staged, due: float = 0.0) -> None:
+        """Wait for room on the node, as long as the clock of the phase allows. Raises InfraError (queue/timeout, sandbox/bad_task)."""
+        self._seat = await self._shop.admission.enter(self._shop.start_of(self._session_id, task, staged, due), self._clock.deadline)
 
     async def _step(self, walk: Walk, session: OpenedSession, original: Staged) -> bool:
         """One step from setup to verdict; whether another follows. A task without steps is one."""
@@ -150,8 +169,7 @@ class Attempt:
     async def _setup(self, walk: Walk, session: OpenedSession) -> Assignment:
         await self._close_sandboxes()
         task, staged = await self._in_thread(walk.current, Boundary.SANDBOX)
-        sandbox = self._sandbox(task, staged)
-        await self._in_thread(sandbox.start, Boundary.SANDBOX)
+        sandbox = await self._start(task, staged)
         await self._in_thread(lambda: make_ready(sandbox, task, staged, self._left()), Boundary.SANDBOX)
         if walk.number == 0:
             await self._ended()
@@ -168,6 +186,40 @@ class Attempt:
             traceparent=tracing.traceparent(self._shop.run, self._admitted.attempt, f"phase/{Phase.AGENT}"),
             scratch=self._shop.scratch,
         )
+
+    async def _start(self, task: Task, staged: Staged) -> Sandbox:
+        """A started sandbox. What may pass is tried again, through the same door; when it doesn't, the first failure is the one told."""
+        first: InfraError | None = None
+        tries = 0
+        while True:
+            sandbox = self._sandbox(task, staged)
+            try:
+                await self._in_thread(sandbox.start, Boundary.SANDBOX)
+            except InfraError as error:
+                tries += 1
+                first = first or error
+                due = self._shop.retry_at(tries) if error.cause in _PASSING else None
+                if due is None or due >= self._clock.deadline:
+                    raise first from error
+                await self._shop.announce(self._retried(error, tries, due))
+                await self._wait_again(task, staged, due, first)
+            else:
+                assert self._seat is not None
+                self._seat.started(ok=True)
+                return sandbox
+
+    async def _wait_again(self, task: Task, staged: Staged, due: float, first: InfraError) -> None:
+        """Give the seat of a start that failed back, once nothing of it is left, and wait for another one."""
+        try:
+            await self._close_sandboxes()
+            self._leave_seat()
+            await self._take_seat(task, staged, due)
+        except InfraError as late:
+            raise first from late
+
+    def _leave_seat(self) -> None:
+        if self._seat is not None:
+            self._seat.leave()
 
     async def _agent(self, given: Assignment, *, first: bool) -> AgentEnd:
         """Run the agent to its end or to the end of its clock, which is the policy's doing and no failure (S14)."""
@@ -240,6 +292,7 @@ class Attempt:
         for sandbox in tuple(self._sandboxes):
             with self._teardown.step("sandbox"):
                 await self._in_thread(sandbox.close, Boundary.SANDBOX)
+        self._leave_seat()
         if self._walk is not None:
             await self._in_thread(self._walk.close, Boundary.SANDBOX)
         if self._open:
@@ -272,6 +325,22 @@ class Attempt:
             phase=self._clock.phase,
             start=self._clock.started,
             end=end,
+            node=self._shop.node,
+        )
+
+    def _retried(self, error: InfraError, tries: int, due: float) -> StartRetried:
+        return StartRetried(
+            run=self._shop.run,
+            step=self._admitted.step,
+            attempt=self._admitted.attempt,
+            group=self._admitted.group,
+            session=self._session_id,
+            tries=tries,
+            boundary=error.boundary,
+            cause=error.cause,
+            exception=error.exception,
+            detail=error.detail,
+            due=due,
             node=self._shop.node,
         )
 

@@ -48,6 +48,10 @@ class Node:
         after = self.reserved + need
         return _within(after.memory_mb, self.total.memory_mb) and _within(after.milli_cpus, self.total.milli_cpus)
 
+    def could_fit(self, need: Need) -> bool:
+        """Whether it would fit if nothing were reserved: if not, it would wait for ever."""
+        return replace(self, reserved=Need()).fits(need)
+
     def is_cold(self, image: str) -> bool:
         """Whether a start from this image has to pull it; "" is no image."""
         return bool(image) and image not in self.warm

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -17,23 +18,27 @@ from pathlib import Path
 from typing import Final
 
 from rl360.agents import faults
+from rl360.agents.admission import Admission
 from rl360.agents.attempt import Attempt, Outcome, Shop, Taken
 from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.lives import Lives
 from rl360.agents.outcomes import InfraError
-from rl360.agents.sandbox.base import Sandbox
+from rl360.agents.placement import Need
+from rl360.agents.sandbox.base import Limits, Sandbox
 from rl360.agents.sandbox.faulty import FaultySandbox
 from rl360.agents.sandbox.leases import Lease, sweep
 from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.session import Sessions
 from rl360.agents.staging import Stage, Staged
 from rl360.agents.tasks import Task, TaskError, TaskIndex
+from rl360.agents.waves import Start, pull_share, retry_at
 from rl360.bus.client import Delivery
 from rl360.bus.connection import BusError
 from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, Purpose, RolloutAdmitted, session_id
 from rl360.bus.publisher import PubAck
 from rl360.bus.worker import WorkerContext
 from rl360.config import Agent
+from rl360.config import Sandbox as SandboxSection
 
 DURABLE: Final = "runner"
 ACK_WAIT: Final = 15.0
@@ -206,6 +211,25 @@ def task_finder(index: TaskIndex, stage: Stage) -> Callable[[str, str], tuple[Ta
     return find
 
 
+def start_maker(section: SandboxSection, limits_of: Callable[[Task], Limits]) -> Callable[[str, Task, Staged, float], Start]:
+    """What an attempt at a task needs of the node: what its limits allow, and the image that its container is made from."""
+
+    def start_of(session: str, task: Task, staged: Staged, due: float) -> Start:
+        limits = limits_of(task)
+        apart = any(step.separate_verifier for step in (task, *task.steps))  # then two workdirs are there at once
+        workdirs = 0 if section.kind == "docker" else limits.storage_mb * (1 + apart)
+        return Start(id=session, need=Need.of(limits.memory_mb + workdirs, limits.cpus), image=_image(section, task, staged), due=due)
+
+    return start_of
+
+
+def _image(section: SandboxSection, task: Task, staged: Staged) -> str:
+    """Pulled from a registry, or built from the task's folder; "": this kind of sandbox has none."""
+    if section.kind != "docker":
+        return ""
+    return task.docker_image or (f"task:{task.digest}" if staged.image else section.image)
+
+
 def _fault_maker(ctx: WorkerContext, loop: asyncio.AbstractEventLoop) -> Callable[[RolloutAdmitted, str, Task, Sandbox], Sandbox]:
     """Gives a sandbox back as it is, or with the fault that the recipe has for its attempt."""
     plan, seed = ctx.config.faults, ctx.config.run.seed
@@ -232,6 +256,7 @@ def _wait_published(ctx: WorkerContext, loop: asyncio.AbstractEventLoop, event: 
 def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessions, pool: ThreadPoolExecutor, run_started: float) -> Shop:
     scratch = lease.folder / "runner"
     scratch.mkdir()
+    config = ctx.config
     numbers = itertools.count()
 
     faulty = _fault_maker(ctx, asyncio.get_running_loop())
@@ -255,6 +280,9 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
         up=run_started,
         sessions=sessions,
         find_task=task_finder(TaskIndex(ctx.dir / "tasks"), Stage(scratch / "tasks")),
+        admission=Admission(Need.of(config.runners.memory_mb, config.runners.cpus), pull_share(config.waves, config.runners.count)),
+        start_of=start_maker(config.sandbox, maker.limits),
+        retry_at=lambda tries: retry_at(config.waves, tries=tries, now=time.time(), random=random.random()),
         sandbox_of=sandbox_of,
         harness_of=harness_maker(ctx.config.agent, scratch),
         scratch=scratch,

@@ -328,6 +328,18 @@ class InfraFailed(OfSession, frozen=True, kw_only=True):
     teardown_error: str = ""
 
 
+class StartRetried(OfSession, frozen=True, kw_only=True):
+    """A sandbox did not start, for a reason that may pass: it is tried again at `due` (unix seconds). `tries` failed so far."""
+
+    tries: int
+    boundary: Boundary
+    cause: Cause
+    exception: str
+    detail: str
+    due: float
+    node: str = ""
+
+
 class TrajectoryMerged(OfSession, frozen=True, kw_only=True):
     """One sample: one branch of the session of a finished attempt (S6). `sample` holds a packed `Sample`."""
 
@@ -534,6 +546,7 @@ AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a li
     WorkerGivenUp,
     JournalRewound,
     BlobsPruned,
+    StartRetried,
 ]
 
 EVENT_TYPES: dict[str, type[Event]] = {t.__name__: t for t in AnyEvent.__args__}  # type: ignore[attr-defined]

@@ -125,6 +125,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "LateOutcome": ("session", "kind"),
     "BlobsPruned": ("first", "last", "kept", "blobs", "checkpoints"),
     "FaultInjected": ("fault", "target"),
+    "StartRetried": ("session", "tries"),
     "WorkerGivenUp": ("worker", "resumed"),
     "JournalRewound": ("kept", "resumed"),
 }

@@ -40,7 +40,7 @@ class SandboxMaker:
     ) -> Sandbox:
         """A sandbox for one attempt. `name` is new in the lease, `number` counts sandboxes, `timeout` is for its start."""
         if self._docker is not None:
-            return self._docker.make(name, task, staged, self._limits(task), timeout, read_only)
+            return self._docker.make(name, task, staged, self.limits(task), timeout, read_only)
         if self._host is None:
             return SubprocessSandbox(self._lease, name, workdir=task.workdir, files=staged.environment, env=task.env, read_only=read_only)
         return BwrapSandbox(
@@ -49,7 +49,7 @@ class SandboxMaker:
             name,
             run=self._run,
             number=number,
-            limits=self._limits(task),
+            limits=self.limits(task),
             workdir=task.workdir,
             files=staged.environment,
             files_size=staged.size,
@@ -65,7 +65,8 @@ class SandboxMaker:
         if self._host is not None and self._host.hierarchy is not None:
             self._host.hierarchy.remove_run(self._run)
 
-    def _limits(self, task: Task) -> Limits:
+    def limits(self, task: Task) -> Limits:
+        """The smaller of the task's and the recipe's."""
         return Limits(
             memory_mb=min(self._section.memory_mb, task.memory_mb or self._section.memory_mb),
             storage_mb=min(self._section.storage_mb, task.storage_mb or self._section.storage_mb),
