@@ -183,9 +183,9 @@ def _tests(folder: Path, whole: Path) -> dict[str, Any]:
 
 
 def _verifier_env(file: TaskFile) -> dict[str, str]:
-    """A verifier's place of its own has its own environment; else a sealed run gets only what the verifier is given."""
-    own = file.verifier.environment
-    return {**(own.env if own else {}), **file.verifier.env}
+    """What its place has, the agent's or its own, and over that what the verifier alone is given."""
+    place = file.verifier.environment or file.environment
+    return {**place.env, **file.verifier.env}
 
 
 def _sum(seconds: Sequence[float | None]) -> float | None:

@@ -41,13 +41,13 @@ class Assignment:
         """What every command of the agent's is told."""
         return {DEADLINE: f"{self.deadline:.3f}"}
 
-    def command(self, text: str) -> ExecResult:
+    def command(self, text: str, env: Mapping[str, str] | None = None) -> ExecResult:
         """Run a command of the agent's for at most `agent.command_timeout` seconds.
 
         One that ran out of them may be the agent's doing; a sandbox in which not even `true` ends is not (S13, S14).
         Raises InfraError for the sandbox's failures.
         """
-        result = self.sandbox.exec(text, self.config.command_timeout, self.env)
+        result = self.sandbox.exec(text, self.config.command_timeout, {**self.env, **(env or {})})
         if result.timed_out and self.sandbox.exec("true", PROBE_SECONDS).timed_out:
             raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the sandbox hangs: `true` did not end in {PROBE_SECONDS:g} s")
         return result

@@ -6,6 +6,7 @@ Steps: "oracle" runs the task's own solution, "ask" or "ask: text" makes one mod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rl360.agents.harness.base import Assignment
@@ -55,7 +56,7 @@ class Scripted:
         elif step.startswith("fail:"):
             raise RuntimeError(step.partition(":")[2].strip())
         elif step == "oracle":
-            self._command(self._solution())
+            self._command(self._solution(), self._given.task.solution_env)
         else:
             self._command(step)
 
@@ -66,8 +67,8 @@ class Scripted:
         said: Json = reply["choices"][0]["message"]
         self._messages.append({k: v for k, v in said.items() if v is not None})
 
-    def _command(self, command: str) -> None:
-        result = self._given.command(command)
+    def _command(self, command: str, env: Mapping[str, str] | None = None) -> None:
+        result = self._given.command(command, env)
         self._messages.append({"role": "user", "content": observation(result, self._given.config.observation_limit)})
 
     def _solution(self) -> str:
