@@ -7,23 +7,15 @@ Results are kept by the task's digest, so a task is qualified once.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from rl360.agents.outcomes import InfraError
-from rl360.agents.sandbox.leases import Lease
-from rl360.agents.sandbox.make import SandboxMaker
-from rl360.agents.staging import Stage, Staged
+from rl360.agents.playground import Place, Playground, playground
 from rl360.agents.tasks import Task, TaskError
-from rl360.agents.verify import verify
 from rl360.config import Config
-
-_WORKERS: Final = 4
 
 
 class Qualification(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,52 +28,52 @@ class Qualification(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def qualify_all(tasks: Iterable[Task], *, sandboxes: Path, cache: Path, config: Config) -> tuple[Qualification, ...]:
+def qualify_all(
+    tasks: Iterable[Task], *, sandboxes: Path, cache: Path, config: Config, each: Callable[[Qualification], None] = lambda _: None
+) -> tuple[Qualification, ...]:
     """Qualify every task; raises TaskError with all problems when one is not. Blocks; some 0.1 CPU seconds a new task.
 
     `sandboxes` is the folder of leases of the run, `cache` a folder of results (made when missing; runs may share it).
     """
-    cache.mkdir(parents=True, exist_ok=True)
-    chosen = tuple(tasks)
-    known = {task.digest: found for task in chosen if (found := _cached(cache / f"{task.digest}.json"))}
-    new = [task for task in chosen if task.digest not in known]
-    if new:
-        known |= {q.digest: q for q in _qualify(new, sandboxes, config)}
-        for task in new:
-            _keep(cache / f"{task.digest}.json", known[task.digest])
-    results = tuple(known[task.digest] for task in chosen)
+    results = qualifications(tasks, sandboxes=sandboxes, cache=cache, config=config, each=each)
     if problems := [f"{q.task}: {q.problem}" for q in results if q.problem]:
         raise TaskError(f"{len(problems)} of {len(results)} tasks don't qualify; mend them or take them out:\n  " + "\n  ".join(problems))
     return results
 
 
-def _qualify(tasks: Sequence[Task], sandboxes: Path, config: Config) -> list[Qualification]:
-    lease = Lease(sandboxes, f"qualify-{os.getpid()}-{time.time_ns():x}")
-    try:
-        maker, stage = SandboxMaker(config.sandbox, lease, f"{config.run.name}-qualify"), Stage(lease.folder / "tasks")
+def qualifications(
+    tasks: Iterable[Task], *, sandboxes: Path, cache: Path, config: Config, each: Callable[[Qualification], None] = lambda _: None
+) -> tuple[Qualification, ...]:
+    """What every task gave, `each` told as it is known. A good result is kept at once: who is interrupted goes on from there."""
+    cache.mkdir(parents=True, exist_ok=True)
+    chosen = tuple(tasks)
+    known = {task.digest: found for task in chosen if (found := _cached(cache / f"{task.digest}.json"))}
+    for found in known.values():
+        each(found)
 
-        def one(number: int, task: Task) -> Qualification:
-            return qualify(task, stage.get(task), maker, config, number)
+    def took(new: Qualification) -> None:
+        _keep(cache / f"{new.digest}.json", new)
+        known[new.digest] = new
+        each(new)
 
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            results = list(pool.map(one, range(len(tasks)), tasks))
-        maker.close()
-        return results
-    finally:
-        lease.release()
+    new = [task for task in {task.digest: task for task in chosen}.values() if task.digest not in known]
+    if new:
+        with playground(sandboxes, config, "qualify") as ground:
+            ground.each(new, lambda task: qualify(task, ground), took)
+    return tuple(known[task.digest] for task in chosen)
 
 
-def qualify(task: Task, staged: Staged, maker: SandboxMaker, config: Config, number: int = 0) -> Qualification:
+def qualify(task: Task, ground: Playground) -> Qualification:
     """Both runs of one task. What goes wrong is its `problem`, never an exception."""
     noop: float | None = None
     oracle: float | None = None
     problem = ""
     try:
-        noop = _reward(task, staged, maker, config, number, solve=False)
-        if staged.solution is None:
+        noop = _reward(task, ground, solve=False)
+        if not task.oracle:
             problem = "solution/solve.sh is missing, so the highest reward can't be shown to be within reach"
         else:
-            oracle = _reward(task, staged, maker, config, number, solve=True)
+            oracle = _reward(task, ground, solve=True)
     except InfraError as e:
         problem = f"{'the no-op' if noop is None else 'the oracle'} run gave no reward: {e}"
     if not problem and noop != task.low:
@@ -91,17 +83,12 @@ def qualify(task: Task, staged: Staged, maker: SandboxMaker, config: Config, num
     return Qualification(task=task.name, digest=task.digest, noop=noop, oracle=oracle, problem=problem)
 
 
-def _reward(task: Task, staged: Staged, maker: SandboxMaker, config: Config, number: int, *, solve: bool) -> float:
-    name = f"{task.digest[:16]}-{'oracle' if solve else 'noop'}"
-    seen = {"/solution": staged.solution} if solve and staged.solution else {}
-    sandbox = maker.make(name, number, task, staged, config.budgets.setup, seen)
-    try:
-        sandbox.start()
+def _reward(task: Task, ground: Playground, *, solve: bool) -> float:
+    def act(place: Place) -> None:
         if solve:
-            sandbox.exec("bash /solution/solve.sh", task.budgets(config.budgets).agent, task.solution_env)
-        return verify(sandbox, task, staged, started=time.time(), timeout=task.budgets(config.budgets).verify).reward
-    finally:
-        sandbox.close()
+            place.sandbox.exec("bash /solution/solve.sh", place.seconds, place.task.solution_env)
+
+    return ground.play(task, f"{task.digest[:16]}-{'oracle' if solve else 'noop'}", act, see_solution=solve).reward
 
 
 def _cached(path: Path) -> Qualification | None:
