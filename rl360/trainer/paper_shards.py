@@ -9,7 +9,7 @@ import torch
 
 from rl360.config import Trainer
 from rl360.engines.plan import ShardSpec
-from rl360.engines.push import shard_spec
+from rl360.engines.weights import shard_spec
 from rl360.trainer import hf
 from rl360.trainer.spec import ModelError, ModelSpec
 
