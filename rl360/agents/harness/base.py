@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import ExecResult, Sandbox
@@ -35,6 +35,7 @@ class Assignment:
     deadline: float
     traceparent: str
     scratch: Path
+    request: Mapping[str, Any] = field(default_factory=lambda: {"model": "policy"})  # goes into every call of the model
 
     @property
     def env(self) -> Mapping[str, str]:

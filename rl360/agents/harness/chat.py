@@ -83,7 +83,8 @@ class ChatClient:
     def __init__(self, base_url: str, key: str, *, session: str, deadline: float, traceparent: str = "") -> None:
         url = urlsplit(base_url)
         assert url.hostname is not None
-        self._host, self._port = url.hostname, url.port or 80
+        self._connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = url.hostname, url.port or self._connect.default_port
         self._path = f"{url.path.rstrip('/')}/chat/completions"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         if traceparent:
@@ -146,7 +147,7 @@ class ChatClient:
         if self._over:
             raise TimeoutError("the agent's deadline has passed")
         if self._connection is None:
-            self._connection = http.client.HTTPConnection(self._host, self._port, timeout=self._left)
+            self._connection = self._connect(self._host, self._port, timeout=self._left)
             self._connection.connect()
             assert self._connection.sock is not None
             self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

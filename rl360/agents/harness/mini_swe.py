@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ class MiniSwe:
     def run(self) -> AgentEnd:
         config = self._given.config
         agent: Any = self._parts.DefaultAgent(
-            _Model(self._client, self._parts, config.observation_limit),
+            _Model(self._client, self._parts, config.observation_limit, self._given.request),
             _Environment(self._given, self._parts),
             system_template=config.system,
             instance_template=self._given.task.instruction,
@@ -126,14 +127,14 @@ class MiniSwe:
 class _Model:
     """The agent's model: the session behind an OpenAI URL."""
 
-    def __init__(self, client: ChatClient, parts: Any, limit: int) -> None:
+    def __init__(self, client: ChatClient, parts: Any, limit: int, request: Mapping[str, Any]) -> None:
         self.config = SimpleNamespace()
-        self._client, self._parts, self._limit = client, parts, limit
+        self._client, self._parts, self._limit, self._request = client, parts, limit, request
 
     def query(self, messages: list[Json], **kwargs: Any) -> Json:
         """One turn. Raises FormatError with the reply itself and the error, for what is no call of the bash tool."""
         sent = [{k: v for k, v in m.items() if k != "extra"} for m in messages]
-        reply = self._client.complete({"model": "policy", "messages": sent, "tools": TOOLS})
+        reply = self._client.complete({**self._request, "messages": sent, "tools": TOOLS})
         said = cast(Json, reply["choices"][0]["message"])
         message: Json = {k: said[k] for k in ("role", "content", "tool_calls") if said.get(k) is not None}
         message.setdefault("content", "")

@@ -63,7 +63,7 @@ class Scripted:
     def _ask(self, text: str) -> None:
         if text:
             self._messages.append({"role": "user", "content": text})
-        reply = self._client.complete({"model": "policy", "messages": self._messages, "tools": TOOLS})
+        reply = self._client.complete({**self._given.request, "messages": self._messages, "tools": TOOLS})
         said: Json = reply["choices"][0]["message"]
         self._messages.append({k: v for k, v in said.items() if v is not None})
 
