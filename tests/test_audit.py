@@ -313,7 +313,7 @@ CORRUPTIONS: dict[str, tuple[Edit, str, str]] = {
         "journal",
         "digest names",
     ),
-    "a run resumed with another recipe": (resumed_otherwise, "journal", "resumed with another recipe"),
+    "a run resumed with another recipe": (resumed_otherwise, "journal", "resumed with another recipe: run.seed is not what it was"),
     "a journal without its beginning": (drop(ev.RunStarted), "journal", "not with RunStarted"),
     "a recipe that can't be read": (change(ev.RunStarted, {}, config={"nonsense": 1}), "journal", "can't be read"),
 }
@@ -323,6 +323,19 @@ def test_a_run_as_it_should_be_is_clean(world: World):
     assert findings(world, lambda events, _: None) == []
     assert any(e.branches == 2 for e in world.journal.of(ev.TrajectoryMerged)), "the world has branches to check"
     assert world.journal.of(ev.LateOutcome), "and late outcomes"
+
+
+def test_a_run_that_a_newer_release_resumed_is_clean(world: World):
+    """The older recipe lacks a key, whose default the newer one says."""
+
+    def resumed(events: list[ev.Event], _: BlobStore) -> None:
+        newer = events[0]
+        config = {**newer.config, "push": {k: v for k, v in newer.config["push"].items() if k != "every"}}
+        digest = digest_of(json.dumps(config, sort_keys=True).encode())
+        events[0] = msgspec.structs.replace(newer, config=config, config_digest=digest)
+        events.append(msgspec.structs.replace(newer, resumed=1))
+
+    assert findings(world, resumed) == []
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step"])

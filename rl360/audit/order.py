@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, cast
 
 from rl360.audit.finding import Finding
 from rl360.bus import events as ev
@@ -22,7 +22,7 @@ class OrderCheck:
         self._whole = journal.steps is None
         self._malformed, self._unread = journal.malformed, journal.unread
         self._last = 0
-        self._recipe = ""
+        self._recipe: dict[str, Any] = {}
         self._held: dict[str, bytes] = {}  # message id -> digest of the content
 
     def on(self, recorded: Recorded) -> Iterator[Finding]:
@@ -41,9 +41,9 @@ class OrderCheck:
     def _started(self, seq: int, event: ev.RunStarted) -> Iterator[Finding]:
         if digest_of(json.dumps(event.config, sort_keys=True).encode()) != event.config_digest:
             yield Finding(rule="journal", about=event.run, text="the recorded recipe is not the one that its digest names", seq=seq)
-        if self._recipe and event.config_digest != self._recipe:
-            yield Finding(rule="journal", about=event.run, text="was resumed with another recipe", seq=seq)
-        self._recipe = self._recipe or event.config_digest
+        if self._recipe and (key := changed(self._recipe, event.config)):
+            yield Finding(rule="journal", about=event.run, text=f"was resumed with another recipe: {key} is not what it was", seq=seq)
+        self._recipe = self._recipe or event.config
 
     def _same(self, seq: int, event: ev.Event) -> Iterator[Finding]:
         name = subjects.msg_id(event)
@@ -54,3 +54,19 @@ class OrderCheck:
     def end(self) -> Iterable[Finding]:
         for seq, text in self._malformed.items():
             yield Finding(rule="journal", about=f"event {seq}", text=f"can't be read: {text}", seq=seq)
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first key whose value differs; empty: none. A key of one alone is of another release of RL360.
+
+    >>> changed({"run": {"seed": 1}}, {"run": {"seed": 1, "new": 0}}), changed({"run": {"seed": 1}}, {"run": {"seed": 2}})
+    ('', 'run.seed')
+    """
+    for key in before.keys() & after.keys():
+        old, new = before[key], after[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if inner := changed(cast(Mapping[str, Any], old), cast(Mapping[str, Any], new)):
+                return f"{key}.{inner}"
+        elif old != new:
+            return key
+    return ""

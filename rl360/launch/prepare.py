@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rl360.launch.rundir import RunDir
 GENERATED: Final = "tiny_shell"
 """`tasks.source` of the starter tasks, which are generated from `tasks.seed`."""
 _SHOWN: Final = 5
+_METADATA: Final = "__metadata__"
 _POLICY_FILES: Final = ("config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -30,6 +31,30 @@ def policy(config: Config) -> None:
         raise ConfigError(
             f"policy.path: {folder} lacks {', '.join(missing)}; a policy is a folder in Hugging Face layout (rl360 export makes one)"
         )
+    for path in folder.glob("*.safetensors"):
+        _check_weights(path)
+
+
+def sources(config: Config) -> None:
+    """Refuse tasks that aren't there, before anything is laid out. Raises ConfigError."""
+    for key, source in (("tasks.source", config.tasks.source), ("tasks.eval_source", config.tasks.eval_source)):
+        if source and source != GENERATED and not Path(source).is_dir():
+            raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
+
+
+def _check_weights(path: Path) -> None:
+    """A file that was cut off is found by its own header: engines would find it, one after the other, and use their restarts up."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        head = file.read(size) if size < path.stat().st_size else b""
+    try:
+        ends = [
+            int(entry["data_offsets"][1]) for name, entry in msgspec.json.decode(head, type=dict[str, Any]).items() if name != _METADATA
+        ]
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, IndexError):
+        raise ConfigError(f"policy.path: {path} is no safetensors file, or its head is cut off: copy it again") from None
+    if (wanted := 8 + size + max(ends, default=0)) != path.stat().st_size:
+        raise ConfigError(f"policy.path: {path} has {path.stat().st_size} bytes where its head says {wanted}: copy it again")
 
 
 def upcycle(config: Config, folder: Path) -> Config:
@@ -78,17 +103,15 @@ def _lay_down(config: Config, root: Path) -> None:
 
         generate_pool(config.tasks, root)
         return
-    copy(Path(config.tasks.source), root / "train", "tasks.source")
+    copy(Path(config.tasks.source), root / "train")
     if config.tasks.eval_source:
-        copy(Path(config.tasks.eval_source), root / "eval", "tasks.eval_source")
+        copy(Path(config.tasks.eval_source), root / "eval")
 
 
-def copy(source: Path, out: Path, key: str) -> None:
+def copy(source: Path, out: Path) -> None:
     """Whole or not at all: a copy that was cut off is made again, one that is there is what a resumed run goes on with."""
     if out.exists():
         return
-    if not source.is_dir():
-        raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
     aside = out.with_name(f"{out.name}.tmp")
     if aside.exists():
         shutil.rmtree(aside)

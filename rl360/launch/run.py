@@ -60,6 +60,7 @@ def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrid
         raise ConfigError("name a recipe (recipes/tiny.toml) or a run to go on with (--resume DIR)")
     config: Config = load(recipe, overrides)
     prepare.policy(config)
+    prepare.sources(config)
     folder = RunDir(path or new_path(RUNS, config.run.name))
     folder.create(config if folder.exists else prepare.upcycle(config, folder.path))
     return folder

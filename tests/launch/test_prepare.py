@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rl360.agents.tasks import TaskError
-from rl360.config import Config, ConfigError, Tasks
+from rl360.cli import main
+from rl360.config import Config, ConfigError, Policy, Tasks
 from rl360.launch import prepare
 from rl360.launch.rundir import RunDir
+from rl360.tiny import policy_folder
+
+ROOT = Path(__file__).parents[2]
 
 
 def folder_with(tmp_path: Path, **tasks: object) -> RunDir:
@@ -57,10 +62,27 @@ async def test_what_looks_wrong_is_said(tmp_path: Path) -> None:
     assert any(line.startswith("warning:") and "sets -e" in line for line in said)
 
 
-async def test_too_few_tasks_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tasks.source.*not a folder"):
-        await prepare.tasks(folder_with(tmp_path, source=str(tmp_path / "none")), print)
+async def test_too_few_tasks_are_refused(tmp_path: Path) -> None:
     other = RunDir(tmp_path / "few")
     other.create(Config(tasks=Tasks(groups_per_step=3, pool=3, source=str(copy_of_starters(tmp_path)))))
     with pytest.raises(ConfigError, match=r"groups_per_step is 3"):
         await prepare.tasks(other, print)
+
+
+def test_tasks_that_are_not_there_are_refused_before_a_folder_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["run", str(ROOT / "recipes" / "tiny.toml"), "--dir", str(tmp_path / "run"), "--set", f'tasks.source="{tmp_path}/none"']
+    assert main(run) == 2
+    assert f"tasks.source: {tmp_path}/none is not a folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "no head", "longer"])
+def test_weights_that_were_cut_off_are_named_before_anything_starts(tmp_path: Path, damage: str) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(policy_folder(), policy)
+    weights = policy / "model.safetensors"
+    whole = weights.read_bytes()
+    prepare.policy(Config(policy=Policy(path=str(policy))))
+    weights.write_bytes({"cut off": whole[:-1], "no head": whole[:5], "longer": whole + b"x"}[damage])
+    with pytest.raises(ConfigError, match=r"policy.path: .*model.safetensors .*copy it again"):
+        prepare.policy(Config(policy=Policy(path=str(policy))))

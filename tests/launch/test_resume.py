@@ -102,10 +102,10 @@ def test_tasks_whose_copy_was_cut_off_are_copied_again(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "tasks" / "train"
     (source / "a").mkdir(parents=True)
     (out.parent / "train.tmp" / "half").mkdir(parents=True)
-    prepare.copy(source, out, "tasks.source")
+    prepare.copy(source, out)
     assert [p.name for p in out.iterdir()] == ["a"]
     shutil.rmtree(source)
-    prepare.copy(source, out, "tasks.source")
+    prepare.copy(source, out)
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

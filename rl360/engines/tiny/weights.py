@@ -20,6 +20,10 @@ from torch import Tensor
 from rl360.engines.tiny.shape import ModelError, ModelShape
 
 
+class MisshapenError(ModelError):
+    """A tensor of another shape than the model's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Fused weights of one layer. `heads` = query heads then key heads (norm rows), `width` = of the MLP or of one expert."""
@@ -55,7 +59,7 @@ class Weights:
     def write(self, name: str, value: Tensor) -> None:
         """Copy `value`, of the name's shape, in."""
         if value.shape != self.named[name].shape:
-            raise ModelError(f"{name} has shape {list(value.shape)}, the model has {list(self.named[name].shape)}")
+            raise MisshapenError(f"{name} has shape {list(value.shape)}, the model has {list(self.named[name].shape)}")
         self._targets[name].copy_(value)
 
     def clone(self) -> Weights:
@@ -120,6 +124,8 @@ def load_weights(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Weights
                         raise ModelError(f"{path}: tensor {name!r} belongs to no part of the model that config.json describes")
                     weights.write(name, cast(Tensor, file.get_tensor(name)))
                     missing.discard(name)
+        except MisshapenError as e:
+            raise ModelError(f"{path}: {e}") from None
         except (OSError, SafetensorError) as e:
             raise ModelError(f"{path}: can't be read as safetensors: {e}") from None
     if missing:
