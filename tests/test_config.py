@@ -34,6 +34,9 @@ from rl360.replay.rules import ReplayRules, read_rules
         ({"engine": {"kind": "sglang", "sglang": {"args": ["--tp-size=2"]}}}, "--tp-size=2 is set by RL360"),
         ({"engine": {"kind": "sglang", "sglang": {"gpus": 2}}}, "unknown key 'engine.sglang.gpus'"),
         ({"push": {"path": "shared_memory"}}, "push.path"),
+        ({"waves": {"max_pulls": 1}, "runners": {"count": 2}}, "waves.max_pulls.*each runner has a share"),
+        ({"runners": {"memory_mb": 500}}, "runners.memory_mb.*one sandbox of 512 MiB"),
+        ({"runners": {"cpus": 0.5}}, "runners.cpus.*sandbox.cpus is 1"),
     ],
 )
 def test_bad_recipe_names_key_and_reason(data: dict, says: str) -> None:

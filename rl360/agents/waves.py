@@ -41,9 +41,13 @@ def wave_size(waves: Waves, *, pending: int, starting: int, last: float | None, 
 def pull_share(waves: Waves, nodes: int) -> int:
     """Images that one of `nodes` may pull at once, so that together they keep to `waves.max_pulls`; 0: no bound.
 
+    Raises ValueError for a bound below the number of nodes, which a recipe can't have.
+
     >>> pull_share(Waves(max_pulls=9), 4)
     2
     """
+    if 0 < waves.max_pulls < nodes:
+        raise ValueError(f"{waves.max_pulls} pulls can't be shared by {nodes} nodes")
     return waves.max_pulls // nodes
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl360 import __version__
-from rl360.cli import cluster, journal, making, reading, running, tasks
+from rl360.cli import cluster, journal, making, reading, running, simulating, tasks
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -38,6 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl360", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rl360 {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for group in (running, cluster, reading, journal, making, tasks):
+    for group in (running, cluster, simulating, reading, journal, making, tasks):
         group.add(sub)
     return parser
