@@ -28,9 +28,9 @@ __all__ = ["Task", "TaskError", "TaskIndex", "digest_of_folder", "load_task", "l
 MAX_BYTES: Final = 256 << 20
 """Of one task's folder: larger data belongs into an image."""
 
-NOT_COPIED: Final = frozenset({"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"})
+NOT_COPIED: Final = frozenset({"Dockerfile", "docker-compose.yaml", ".dockerignore"})
 """Files of environment/ that describe an image; everything else is copied into the workdir."""
-_COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml")
+_COMPOSE: Final = "docker-compose.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,8 @@ def load_task(folder: Path) -> Task:
 
 def build(folder: Path, file: TaskFile, unknown: tuple[str, ...] = ()) -> Task:
     """The task of a file that is read already. Raises TaskError for what its folder lacks."""
-    for name in _COMPOSE:
-        if (folder / "environment" / name).exists():
-            raise TaskError(
-                f"{folder / 'environment' / name}: a sandbox is one place without services; leave the task out, or make one image"
-            )
+    if (compose := folder / "environment" / _COMPOSE).exists():
+        raise TaskError(f"{compose}: a sandbox is one place without services; leave the task out, or make one image")
     if file.steps:
         return _of_steps(folder, file, unknown)
     return replace(_task(folder, file, unknown), instruction=_instruction(folder / "instruction.md"), **_tests(folder, folder))

@@ -123,3 +123,9 @@ def test_the_hosts_environment_never_reaches_a_task(env: dict[str, str]) -> None
     env = {**env, "HOME": "${HOME}", "OTHER": "${HOME:-there}"}
     assert support.resolved(env)["OTHER"] == "there"
     assert support.resolved(env)["HOME"] == "${HOME}"  # refused by lint, and not looked up
+
+
+def test_a_file_of_the_task_that_only_looks_like_services_is_a_file(tmp_path: Path) -> None:
+    """Harbor reads docker-compose.yaml; a docker-compose.yml is what the task is about."""
+    task = make_task(tmp_path / "t", files={"docker-compose.yml": "services: {}\n"})
+    assert task.files == ("docker-compose.yml",)
