@@ -7,22 +7,19 @@ without a reward is no failure of the policy: it is counted apart, and tried aga
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import blake3
 import msgspec
 
-from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.outcomes import InfraError
+from rl360.agents.play import Endpoint, HarnessOf, run_agent
 from rl360.agents.playground import Place, Playground
 from rl360.agents.tasks import Task
-from rl360.bus.events import Boundary, Cause
 
 BANDS: Final = ("0%", "0-20%", "20-40%", "40-60%", "60-80%", "80-100%", "100%")
 UNKNOWN: Final = "unknown"
@@ -109,21 +106,12 @@ def fingerprint(*parts: object) -> str:
     return blake3.blake3(repr(parts).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """An OpenAI-compatible URL: up to and with /v1. `request` goes into every call, such as {"model": …, "temperature": …}."""
-
-    url: str
-    key: str
-    request: dict[str, Any]
-
-
 def calibrate(
     tasks: Sequence[Task],
     attempts: int,
     kept: Kept,
     ground: Playground,
-    harness_of: Callable[[Assignment], Harness],
+    harness_of: HarnessOf,
     endpoint: Endpoint,
     each: Callable[[Calibration], None],
     workers: int,
@@ -148,48 +136,14 @@ def calibrate(
         ground.each(missing, play, took, workers)
 
 
-def _attempt(
-    task: Task, index: int, seed: int, ground: Playground, harness_of: Callable[[Assignment], Harness], endpoint: Endpoint
-) -> float | str:
+def _attempt(task: Task, index: int, seed: int, ground: Playground, harness_of: HarnessOf, endpoint: Endpoint) -> float | str:
     name = f"{task.digest[:16]}-{index}"
-    request = {**endpoint.request, "seed": (seed * 1_000_003 + index) % 2**31}
+    seeded = replace(endpoint, request={**endpoint.request, "seed": (seed * 1_000_003 + index) % 2**31})
+
+    def act(place: Place) -> None:
+        run_agent(place, name, seeded, ground.config.agent, harness_of, ground.scratch)
+
     try:
-        return ground.play(task, name, lambda place: _act(place, name, request, ground, harness_of, endpoint)).reward
+        return ground.play(task, name, act).reward
     except InfraError as e:
         return str(e)
-
-
-def _act(
-    place: Place, name: str, request: dict[str, Any], ground: Playground, harness_of: Callable[[Assignment], Harness], endpoint: Endpoint
-) -> None:
-    """Run the agent to its end, or to the end of its clock: then the verifier judges what is there (S14)."""
-    harness = harness_of(
-        Assignment(
-            task=place.task,
-            staged=place.staged,
-            sandbox=place.sandbox,
-            config=ground.config.agent,
-            session=f"{name}-{place.task.step}",
-            base_url=endpoint.url,
-            key=endpoint.key,
-            deadline=time.time() + place.seconds,
-            traceparent="",
-            scratch=ground.scratch,
-            request=request,
-        )
-    )
-
-    def end() -> None:
-        harness.cancel()
-        place.sandbox.kill_all()
-
-    clock = threading.Timer(place.seconds, end)
-    clock.daemon = True
-    clock.start()
-    try:
-        harness.run()
-    except InfraError as e:
-        if (e.boundary, e.cause) != (Boundary.SANDBOX, Cause.OUT_OF_MEMORY):  # its own commands used up its memory (S14)
-            raise
-    finally:
-        clock.cancel()

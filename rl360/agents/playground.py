@@ -10,11 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from rl360.agents.judge import judge
 from rl360.agents.outcomes import InfraError, Teardown
@@ -68,14 +68,19 @@ class Playground:
                 for future in done:
                     took(future.result())
         except BaseException:
-            self.stopping.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            while pending := {f for f in pending if not f.done()}:
-                self._abort()
-                wait(pending, timeout=_ABORT_AGAIN)
+            self.stop(pool, pending)
             raise
         finally:
             pool.shutdown()
+
+    def stop(self, pool: ThreadPoolExecutor, pending: Iterable[Future[Any]]) -> None:
+        """Kill what runs, and wait until all of `pool` has ended. Nothing can be played after it."""
+        self.stopping.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        while left := [future for future in pending if not future.done()]:
+            self._abort()
+            wait(left, timeout=_ABORT_AGAIN)
+        pool.shutdown()
 
     def _abort(self) -> None:
         teardown = Teardown()

@@ -37,14 +37,25 @@ def add(commands: Commands) -> None:
     _common(calibrate)
     calibrate.set_defaults(command=_calibrate)
 
+    serve = sub.add_parser(
+        "serve", help="the HTTP routes that Miles calls: /run, /flush, /health; a reward is null where no verifier wrote one"
+    )
+    serve.add_argument("dir", type=Path)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=count, default=11000)
+    serve.add_argument("--slots", type=count, default=16, metavar="N", help="attempts at once; others wait")
+    _common(serve, json=False)
+    serve.set_defaults(command=_serve)
 
-def _common(parser: argparse.ArgumentParser) -> None:
+
+def _common(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     parser.add_argument("--recipe", type=Path, help="whose sandbox, agent and budgets are used (default: the defaults)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value of the recipe"
     )
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"where results are kept (default: {CACHE})")
-    parser.add_argument("--json", action="store_true")
+    if json:
+        parser.add_argument("--json", action="store_true")
 
 
 def _lint(args: argparse.Namespace) -> int:
@@ -72,3 +83,9 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.recipe is None or args.model is not None:
         raise ConfigError("name the policy: --recipe FILE runs the recipe's own, --url URL --model NAME asks a server")
     return calibrating.by_recipe(asked, as_json=args.json)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from rl360.launch.serve_tasks import serve
+
+    return serve(args.dir, args.recipe, tuple(args.overrides), args.cache, args.host, args.port, args.slots)

@@ -18,7 +18,8 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from rl360.agents.calibrate import Calibration, Endpoint, Kept, calibrate, counted, fingerprint
+from rl360.agents.calibrate import Calibration, Kept, calibrate, counted, fingerprint
+from rl360.agents.play import Endpoint
 from rl360.agents.playground import playground
 from rl360.agents.runner import harness_maker
 from rl360.agents.tasks import Task, TaskError
