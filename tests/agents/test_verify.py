@@ -68,10 +68,11 @@ def test_the_verifier_runs_without_its_run_bit_and_its_exit_status_is_only_a_fac
     assert (half.reward, half.receipt.exit_status) == (0.5, 7)
 
 
-def test_the_verifier_sees_its_own_environment_and_not_the_agents(sandboxes: Sandboxes, tmp_path: Path) -> None:
-    test = '[ "$LEVEL" = 3 ] && [ -z "$SECRET" ] && [ ! -e /tmp/x ] && [ "$PWD" = /app ] && echo 1 > /logs/verifier/reward.txt\n'
-    task = make_task(tmp_path / "t", test=test, toml='[verifier]\nenv = { LEVEL = "3" }\n[environment]\nenv = { SECRET = "s" }\n')
-    assert judge(sandboxes, task, "touch /tmp/x").reward == 1.0
+def test_the_verifier_has_an_environment_of_its_own_beside_that_of_the_place(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    test = '[ "$LEVEL" = 3 ] && [ "$PLACE" = p ] && [ "$(cat level)" = none ] && [ -z "$SECRET" ] && [ ! -e /tmp/x ] && [ "$PWD" = /app ]'
+    toml = '[verifier]\nenv = { LEVEL = "3" }\n[environment]\nenv = { PLACE = "p" }\n[solution]\nenv = { SECRET = "s" }\n'
+    task = make_task(tmp_path / "t", test=f"{test} && echo 1 > /logs/verifier/reward.txt\n", toml=toml)
+    assert judge(sandboxes, task, "touch /tmp/x; echo ${LEVEL:-none} > level; export SECRET=mine").reward == 1.0
 
 
 @pytest.mark.parametrize(
