@@ -34,8 +34,8 @@ from tests.agents.test_verify import (
     test_s17_a_process_that_code_under_test_leaves_behind_writes_nothing_later,
     test_s17_cheating_wins_nothing,
     test_s17_the_verifier_never_runs_while_something_of_the_agents_lives,
+    test_the_verifier_has_an_environment_of_its_own_beside_that_of_the_place,
     test_the_verifier_runs_without_its_run_bit_and_its_exit_status_is_only_a_fact,
-    test_the_verifier_sees_its_own_environment_and_not_the_agents,
 )
 
 pytestmark = pytest.mark.docker
