@@ -63,6 +63,7 @@ def run_agent(
     clock = threading.Timer(place.seconds, end)
     clock.daemon = True
     clock.start()
+    place.ends.add(harness.cancel)
     began(harness)
     try:
         return harness.run()
@@ -72,3 +73,4 @@ def run_agent(
         raise
     finally:
         clock.cancel()
+        place.ends.discard(harness.cancel)

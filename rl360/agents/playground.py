@@ -43,6 +43,7 @@ class Place:
     staged: Staged
     sandbox: Sandbox
     seconds: float
+    ends: set[Callable[[], object]]  # what to call, from any thread, when all must stop; who acts adds and takes away its own
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Playground:
     stage: Stage
     config: Config
     scratch: Path
-    live: set[Sandbox]
+    ends: set[Callable[[], object]]
     numbers: Iterator[int]
     stopping: threading.Event
 
@@ -84,9 +85,9 @@ class Playground:
 
     def _abort(self) -> None:
         teardown = Teardown()
-        for sandbox in tuple(self.live):
-            with teardown.step("sandbox"):
-                sandbox.abort()
+        for end in tuple(self.ends):
+            with teardown.step("stopping"):
+                end()
 
     def play(self, task: Task, name: str, act: Callable[[Place], None], *, see_solution: bool = False) -> Verdict:
         """Let `act` do something in each step's sandbox, then kill it and run the verifier. Raises InfraError without a reward."""
@@ -98,7 +99,7 @@ class Playground:
             if self.stopping.is_set():
                 raise InfraError(Boundary.SANDBOX, Cause.CANCELLED, "interrupted")
             made.append(self.maker.make(f"{name}-{len(made)}", next(self.numbers), part, staged, budgets.setup, seen))
-            self.live.add(made[-1])
+            self.ends.add(made[-1].abort)
             return made[-1]
 
         try:
@@ -108,7 +109,7 @@ class Playground:
                 sandbox = make(part, staged, seen)
                 sandbox.start()
                 make_ready(sandbox, part, staged, budgets.setup)
-                act(Place(part, staged, sandbox, min(budgets.agent, part.agent_timeout or budgets.agent)))
+                act(Place(part, staged, sandbox, min(budgets.agent, part.agent_timeout or budgets.agent), self.ends))
                 sandbox.kill_all()
                 walk.leave(sandbox.workdir)
                 if not walk.judged(judge(sandbox, part, staged, original, budgets.verify, make)):
@@ -123,7 +124,7 @@ class Playground:
         for sandbox in made:
             with teardown.step("sandbox"):
                 sandbox.close()
-            self.live.discard(sandbox)
+            self.ends.discard(sandbox.abort)
 
 
 @contextmanager

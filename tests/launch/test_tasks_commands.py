@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,23 @@ async def test_s12_an_attempt_without_a_reward_is_no_failure_of_the_policy(tmp_p
     (result,) = told["results"]
     assert (result["n"], result["band"], len(result["failures"])) == (0, "unknown", 2)
     assert "no_reward" in result["failures"]["0"]
+
+
+async def test_an_interrupt_ends_an_agent_that_waits_for_its_model_and_keeps_what_was_done(tmp_path: Path) -> None:
+    for name in ("easy", "hard"):
+        write_task(tmp_path / "tasks" / name, instruction=name)
+    async with FakeSession(Policy()) as server:
+        server.trouble = ["none", "none", "hang"]  # the first attempt has two turns
+        where = ("--url", f"{server.url}/sessions/x/v1", "--model", "tiny", "--workers", "1", "--attempts", "2", "--json")
+        command = (sys.executable, "-m", "rl360", "tasks", "calibrate", str(tmp_path / "tasks"), "--cache", str(tmp_path / "cache"), *where)
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL)
+        await asyncio.wait_for(server.hanging.wait(), 30)
+        child.send_signal(signal.SIGINT)
+        out, _ = await asyncio.wait_for(child.communicate(), 20)
+    told = json.loads(out)
+    assert (child.returncode, told["interrupted"]) == (130, True)
+    assert {r["task"]: r["n"] for r in told["results"]} == {"easy": 1, "hard": 0}
+    assert list((tmp_path / "cache" / "sandboxes").iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [[], ["--model", "x"], ["--url", "http://x/v1"], ["--url", "ftp://x", "--model", "x"]])
