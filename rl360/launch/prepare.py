@@ -84,6 +84,8 @@ async def tasks(folder: RunDir, say: Callable[[str], None]) -> None:
         raise ConfigError(f"tasks.groups_per_step is {config.tasks.groups_per_step}, but {root / 'train'} holds {len(train)} tasks")
     chosen = (*train, *held_out)
     _lint(chosen, config.sandbox.kind, say)
+    if config.sessions.divergence == "reject" and (several := next((task.name for task in chosen if task.steps), "")):
+        raise ConfigError(f'sessions.divergence = "reject": task {several!r} has steps, each a conversation of its own: write "branch"')
     if config.tasks.qualify:
         cache = folder.path / "tasks" / "qualified"
         sandboxes = folder.path / "sandboxes"

@@ -9,7 +9,7 @@ import pytest
 
 from rl360.agents.tasks import TaskError
 from rl360.cli import main
-from rl360.config import Config, ConfigError, Policy, Tasks
+from rl360.config import Config, ConfigError, Policy, Sessions, Tasks
 from rl360.launch import prepare
 from rl360.launch.rundir import RunDir
 from rl360.tiny import policy_folder
@@ -86,3 +86,22 @@ def test_weights_that_were_cut_off_are_named_before_anything_starts(tmp_path: Pa
     weights.write_bytes({"cut off": whole[:-1], "no head": whole[:5], "longer": whole + b"x"}[damage])
     with pytest.raises(ConfigError, match=r"policy.path: .*model.safetensors .*copy it again"):
         prepare.policy(Config(policy=Policy(path=str(policy))))
+
+
+async def test_what_this_kind_of_sandbox_cant_carry_out_is_refused_before_the_run(tmp_path: Path) -> None:
+    source = copy_of_starters(tmp_path)
+    toml = next(source.glob("*/task.toml"))
+    toml.write_text(toml.read_text().replace('network_mode = "no-network"', 'network_mode = "public"'))
+    with pytest.raises(TaskError, match=r"environment\.network_mode.+docker"):
+        await prepare.tasks(folder_with(tmp_path, source=str(source)), print)
+
+
+async def test_s4_steps_need_a_session_that_branches(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("a", "b"):
+        shutil.copytree(ROOT / "tests" / "fixtures" / "tasks" / "steps", source / name)
+    folder = RunDir(tmp_path / "run")
+    tasks = Tasks(groups_per_step=2, source=str(source), eval_pool=0, qualify=False)
+    folder.create(Config(tasks=tasks, sessions=Sessions(divergence="reject")))
+    with pytest.raises(ConfigError, match=r"sessions\.divergence"):
+        await prepare.tasks(folder, print)
