@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl360.agents import support
@@ -129,3 +130,46 @@ def test_a_file_of_the_task_that_only_looks_like_services_is_a_file(tmp_path: Pa
     """Harbor reads docker-compose.yaml; a docker-compose.yml is what the task is about."""
     task = make_task(tmp_path / "t", files={"docker-compose.yml": "services: {}\n"})
     assert task.files == ("docker-compose.yml",)
+
+
+KEYS = """
+    schema_version version source task metadata agent verifier environment solution artifacts steps name
+    multi_step_reward_strategy timeout_sec env user network_mode allowed_hosts environment_mode collect gpus reward_min
+    reward_max reward_range memory memory_mb storage os workdir healthcheck command min_reward mcp_servers skills_dir
+    tpu service destination exclude docker_image cpus retries domain
+""".split()
+SCALARS = st.one_of(
+    st.sampled_from(["", "/app", "..", "1G", "${X}", "${X:-y}", "public", "separate", "final", "first", "linux", "\n", "../x"]),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+)
+TABLES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4), max_leaves=20
+)
+
+
+def inline(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {inline(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return json.dumps(value)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(KEYS), TABLES, max_size=5))
+def test_lint_never_crashes_and_says_what_load_refuses(tmp_path: Path, data: dict[str, object]) -> None:
+    folder = tmp_path / "t"
+    if not folder.exists():
+        write_task(folder)
+        shutil.copytree(TASKS / "steps" / "steps", folder / "steps")
+    (folder / "task.toml").write_text("".join(f"{key} = {inline(value)}\n" for key, value in data.items()))
+    errors = [f for f in lint(folder) if f.level == "error"]
+    assert all(";" in f.message for f in errors)
+    try:
+        load_task(folder)
+    except TaskError:
+        assert errors
+    else:
+        assert not errors
