@@ -132,12 +132,50 @@ def test_a_file_of_the_task_that_only_looks_like_services_is_a_file(tmp_path: Pa
     assert task.files == ("docker-compose.yml",)
 
 
-KEYS = """
-    schema_version version source task metadata agent verifier environment solution artifacts steps name
-    multi_step_reward_strategy timeout_sec env user network_mode allowed_hosts environment_mode collect gpus reward_min
-    reward_max reward_range memory memory_mb storage os workdir healthcheck command min_reward mcp_servers skills_dir
-    tpu service destination exclude docker_image cpus retries domain
-""".split()
+KEYS = [
+    "schema_version",
+    "version",
+    "source",
+    "task",
+    "metadata",
+    "agent",
+    "verifier",
+    "environment",
+    "solution",
+    "artifacts",
+    "steps",
+    "name",
+    "multi_step_reward_strategy",
+    "timeout_sec",
+    "env",
+    "user",
+    "network_mode",
+    "allowed_hosts",
+    "environment_mode",
+    "collect",
+    "gpus",
+    "reward_min",
+    "reward_max",
+    "reward_range",
+    "memory",
+    "memory_mb",
+    "storage",
+    "os",
+    "workdir",
+    "healthcheck",
+    "command",
+    "min_reward",
+    "mcp_servers",
+    "skills_dir",
+    "tpu",
+    "service",
+    "destination",
+    "exclude",
+    "docker_image",
+    "cpus",
+    "retries",
+    "domain",
+]
 SCALARS = st.one_of(
     st.sampled_from(["", "/app", "..", "1G", "${X}", "${X:-y}", "public", "separate", "final", "first", "linux", "\n", "../x"]),
     st.integers(-(2**63), 2**63 - 1),
