@@ -175,7 +175,7 @@ KEYS = [
     "cpus",
     "retries",
     "domain",
-,]
+]
 SCALARS = st.one_of(
     st.sampled_from(["", "/app", "..", "1G", "${X}", "${X:-y}", "public", "separate", "final", "first", "linux", "\n", "../x"]),
     st.integers(-(2**63), 2**63 - 1),
