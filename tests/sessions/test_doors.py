@@ -110,7 +110,7 @@ async def test_a_session_of_any_bytes_is_refused(rig: Rig, path: str) -> None:
     assert 400 <= code < 500
 
 
-PACKED = gzip.compress(BODY)
+PACKED = gzip.compress(BODY, mtime=0)
 
 
 @pytest.mark.parametrize("path", [PATH, "/sessions"])
@@ -129,6 +129,19 @@ PACKED = gzip.compress(BODY)
         (b"gzip, gzip", gzip.compress(PACKED), 415, "plain, or as gzip or deflate"),
         (b"\xff", BODY, 415, "plain, or as gzip or deflate"),
     ],
+    ids=[
+        "plain as gzip",
+        "nothing",
+        "cut off",
+        "no check sum",
+        "two of them",
+        "plain as deflate",
+        "too large",
+        "br",
+        "zstd",
+        "twice",
+        "no name",
+    ],
 )
 async def test_a_body_that_cant_be_unpacked_is_refused_with_the_reason(
     rig: Rig, path: str, coding: bytes, body: bytes, code: int, why: str
@@ -139,12 +152,20 @@ async def test_a_body_that_cant_be_unpacked_is_refused_with_the_reason(
     assert (got, why in error["message"]) == (code, True), error
 
 
-@pytest.mark.parametrize(("coding", "body"), [(b"gzip", PACKED), (b"GZIP", PACKED), (b"deflate", zlib.compress(BODY)), (b"identity", BODY)])
+@pytest.mark.parametrize(
+    ("coding", "body"),
+    [(b"gzip", PACKED), (b"GZIP", PACKED), (b"deflate", zlib.compress(BODY)), (b"identity", BODY)],
+    ids=["gzip", "GZIP", "deflate", "identity"],
+)
 async def test_a_packed_body_is_served(rig: Rig, coding: bytes, body: bytes) -> None:
     assert (await send(rig, headers=b"Content-Encoding: " + coding + b"\r\n", body=body))[0] == 200
 
 
-@pytest.mark.parametrize("given", [b"a\x01", b"a\x00", b"a\xe9", b"a\xc3\xa9", b"a" * 201, b"a" * 9000])
+@pytest.mark.parametrize(
+    "given",
+    [b"a\x01", b"a\x00", b"a\xe9", b"a\xc3\xa9", b"a" * 201, b"a" * 9000],
+    ids=["control", "nul", "latin", "utf-8", "long", "endless"],
+)
 async def test_a_bad_request_id_is_an_openai_error(rig: Rig, given: bytes) -> None:
     code, _ = await send(rig, headers=b"x-request-id: " + given + b"\r\n")
     assert code == 400

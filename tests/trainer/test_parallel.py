@@ -180,8 +180,8 @@ async def test_a_rank_that_dies_ends_the_trainer(dense_folder, tmp_path):
     async with asyncio.timeout(DEADLINE), CrewThread(recipe(dense_folder, dp=2), tmp_path) as crew:
         await crew.do(commands.Restore())
         (child,) = crew._children
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(10)
+        os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait(10)
         with pytest.raises(RankLost, match="rank 1"):
             await crew.do(commands.Restore())
 
@@ -192,7 +192,7 @@ from pathlib import Path
 from rl360.config import Config, Trainer
 from rl360.trainer.distributed import start_children
 (child,) = start_children(Config(trainer=Trainer(dp=2)), Path("."), Path(tempfile.mkdtemp()))
-print(child.pid, flush=True)
+print(child.process.pid, flush=True)
 sys.stdin.read()
 """
 
