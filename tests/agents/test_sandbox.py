@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -264,3 +265,16 @@ def test_the_plain_sandbox_is_only_taken_by_name_and_warns(sandboxes: Sandboxes,
     sandbox.exec("(setsid sleep 60 >/dev/null 2>&1 &)", 5)
     sandbox.kill_all()
     assert sandboxes.left() == []
+
+
+def test_a_runner_with_thousands_of_descriptors_starts_sandboxes(sandboxes: Sandboxes, task: Task) -> None:
+    """What waits for a sandbox must not be select(), which knows 1,024 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert sandboxes.start(task).exec("echo in", 5).output == "in\n"
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

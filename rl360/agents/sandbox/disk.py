@@ -8,7 +8,6 @@ in a mount namespace of their own, held by a process that ends with ours, so not
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import time
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Final
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import PATH
 from rl360.agents.sandbox.host import Host
+from rl360.agents.sandbox.waiting import readable
 from rl360.bus.events import Boundary, Cause
 
 _MOUNT: Final = (
@@ -77,8 +77,9 @@ class Disk:
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # what it said instead is read below
             self._process.stdin.write(b"\n")
-        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
-        said = os.read(self._process.stdout.fileno(), 4096) if ready else b""
+        out = self._process.stdout.fileno()
+        ready = readable(out, end - time.monotonic())
+        said = os.read(out, 4096) if ready else b""
         if said == b"\n":
             return
         self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.waiting import readable
 from rl360.bus.events import Boundary, Cause
 
 _INFO: Final = re.compile(rb'"child-pid"\s*:\s*(\d+)')
@@ -58,14 +58,14 @@ class Space:
     @property
     def dead(self) -> bool:
         """The first process is gone, and with it every other."""
-        return self._pidfd < 0 or bool(_readable(self._pidfd, 0.0))
+        return self._pidfd < 0 or readable(self._pidfd, 0.0)
 
     def _wait_ready(self, timeout: float) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # what it said instead is read below
             self.process.stdin.write(b"\n")
-        if not _readable(self.process.stdout.fileno(), max(0.0, timeout)):
+        if not readable(self.process.stdout.fileno(), timeout):
             self._last_words()
             raise InfraError(Boundary.SANDBOX, Cause.TIMEOUT, f"the sandbox was not ready in {timeout:.1f} s")
         said = os.read(self.process.stdout.fileno(), 4096)
@@ -79,7 +79,7 @@ class Space:
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            if not _readable(self._pidfd, KILL_SECONDS):
+            if not readable(self._pidfd, KILL_SECONDS):
                 raise InfraError(Boundary.SANDBOX, Cause.LOST, f"process {self.pid} of a sandbox outlived SIGKILL by {KILL_SECONDS:g} s")
         self.process.wait(KILL_SECONDS)
 
@@ -102,9 +102,3 @@ class Space:
         said = self.process.stdout.read(4096) or b""
         self.close()
         return said.decode(errors="replace").strip() or f"exit status {self.process.returncode}"
-
-
-def _readable(fd: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
