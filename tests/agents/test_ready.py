@@ -113,14 +113,16 @@ def lay(root: Path, entries: list[tuple[list[str], str]]) -> None:
         path = root.joinpath(*parts)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.resolve().is_relative_to(root):
+                continue  # an agent's hand ends there, and so must this test's
             if kind == "file":
                 path.write_text("mine")
             elif kind == "folder":
                 path.mkdir(exist_ok=True)
             else:
                 path.symlink_to({"out": root.parent / "secret", "up": "../../..", "loop": path.name}[kind])
-        except OSError:
-            continue  # something else lies there already
+        except (OSError, RuntimeError):
+            continue  # something else lies there already, or a loop
 
 
 @given(entries=ENTRIES, wanted=st.lists(NAMES, min_size=1, max_size=3))
