@@ -10,41 +10,34 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rl360.agents.admission import Admission, Seat
+from rl360.agents.admission import Seat
 from rl360.agents.artifacts import collect
-from rl360.agents.clocks import PhaseClock, budget
-from rl360.agents.harness.base import Assignment, Harness
+from rl360.agents.attempt_events import Speaker
+from rl360.agents.clocks import PhaseClock
+from rl360.agents.harness.base import Assignment
 from rl360.agents.judge import judge
 from rl360.agents.outcomes import PHASE_BOUNDARY, InfraError, Teardown, boundary, timed_out, typed
 from rl360.agents.ready import make_ready
 from rl360.agents.sandbox.base import Sandbox
-from rl360.agents.session import Sessions
+from rl360.agents.shop import Shop
 from rl360.agents.staging import Staged
 from rl360.agents.steps import Walk
 from rl360.agents.tasks import Task
 from rl360.agents.verify import Verdict
-from rl360.agents.waves import Start
 from rl360.bus import tracing
 from rl360.bus.events import (
     AgentEnd,
     Boundary,
     Cause,
-    Event,
     InfraFailed,
     Phase,
     RolloutAdmitted,
-    RolloutPhase,
-    StartRetried,
     VerifierResult,
     session_id,
 )
-from rl360.config import Agent
 from rl360.sessions.client import OpenedSession
 
 T = TypeVar("T")
@@ -61,33 +54,6 @@ _STOPPING_SECONDS: Final = 1.0
 """How long a session that didn't get to its collect phase is tried to be closed; nothing hangs on it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shop:
-    """What a runner lends to each of its attempts. `sandbox_of` makes a sandbox, unstarted, for a session.
-
-    `start_of` says what an attempt at a task needs of the node, not before a time (unix seconds); `retry_at`, when a start
-    that failed so many times is tried again, if at all.
-    """
-
-    run: str
-    node: str
-    image: str
-    config: Agent
-    up: float  # when the run was last started, unix seconds
-    sessions: Sessions
-    find_task: Callable[[str, str], tuple[Task, Staged]]
-    admission: Admission
-    start_of: Callable[[str, Task, Staged, float], Start]
-    retry_at: Callable[[int], float | None]
-    sandbox_of: Callable[[RolloutAdmitted, str, Task, Staged, float], Sandbox]
-    harness_of: Callable[[Assignment], Harness]
-    scratch: Path
-    artifacts: Path  # what tasks ask to keep, in a folder a session
-    pool: Executor
-    announce: Callable[[Event], Awaitable[None]]  # without waiting for a receipt: phases are news, not outcomes
-    claim: Callable[[Event], Awaitable[bool]]  # record it; False: the journal holds another's
-
-
 class Taken(Exception):
     """This life is another runner's: it was given out twice."""
 
@@ -98,6 +64,7 @@ class Attempt:
     def __init__(self, shop: Shop, admitted: RolloutAdmitted, life: int) -> None:
         self._shop, self._admitted = shop, admitted
         self._session_id = session_id(admitted.attempt, life)
+        self._says = Speaker(run=shop.run, admitted=admitted, session=self._session_id, node=shop.node)
         self._clock = PhaseClock.taken(admitted.budgets, admitted=admitted.admitted, up=shop.up, now=time.time(), life=life)
         self._teardown = Teardown()
         self._open = False
@@ -125,14 +92,18 @@ class Attempt:
             outcome = typed(PHASE_BOUNDARY[self._clock.phase], error)
         finally:
             await asyncio.shield(self._take_down())
-        return self._verified(outcome) if isinstance(outcome, Verdict) else self._failed(outcome)
+        if isinstance(outcome, Verdict):
+            assert self._agent_end is not None
+            return self._says.verified(outcome, self._agent_end, self._teardown.errors)
+        image, end, teardown = self._shop.image, self._agent_end, self._teardown.errors
+        return self._says.failed(outcome, self._clock, time.time(), image=image, agent_end=end, teardown_error=teardown)
 
     async def _phases(self) -> Verdict:
         if self._clock.ran_out(time.time()):
             raise timed_out(Phase.QUEUE, self._admitted.budgets.queue)
         task, staged = await self._in_thread(lambda: self._shop.find_task(self._admitted.task, self._admitted.digest), Boundary.SANDBOX)
         await self._take_seat(task, staged)
-        if not await self._shop.claim(self._phase(time.time())):
+        if not await self._shop.claim(self._says.phase(self._clock, time.time())):
             raise Taken
         self._enter(Phase.SETUP)
         session = await self._shop.sessions.open(self._admitted, self._session_id, deadline=self._clock.deadline)
@@ -201,7 +172,7 @@ class Attempt:
                 due = self._shop.retry_at(tries) if error.cause in _PASSING else None
                 if due is None or due >= self._clock.deadline:
                     raise first from error
-                await self._shop.announce(self._retried(error, tries, due))
+                await self._shop.announce(self._says.retried(error, tries, due))
                 await self._wait_again(task, staged, due, first)
             else:
                 assert self._seat is not None
@@ -310,39 +281,10 @@ class Attempt:
         return self._clock.left(time.time())
 
     async def _began(self) -> None:
-        await self._shop.announce(self._phase(None))
+        await self._shop.announce(self._says.phase(self._clock, None))
 
     async def _ended(self) -> None:
-        await self._shop.announce(self._phase(time.time()))
-
-    def _phase(self, end: float | None) -> RolloutPhase:
-        return RolloutPhase(
-            run=self._shop.run,
-            step=self._admitted.step,
-            attempt=self._admitted.attempt,
-            group=self._admitted.group,
-            session=self._session_id,
-            phase=self._clock.phase,
-            start=self._clock.started,
-            end=end,
-            node=self._shop.node,
-        )
-
-    def _retried(self, error: InfraError, tries: int, due: float) -> StartRetried:
-        return StartRetried(
-            run=self._shop.run,
-            step=self._admitted.step,
-            attempt=self._admitted.attempt,
-            group=self._admitted.group,
-            session=self._session_id,
-            tries=tries,
-            boundary=error.boundary,
-            cause=error.cause,
-            exception=error.exception,
-            detail=error.detail,
-            due=due,
-            node=self._shop.node,
-        )
+        await self._shop.announce(self._says.phase(self._clock, time.time()))
 
     def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         future = asyncio.get_running_loop().run_in_executor(self._shop.pool, work)
@@ -359,43 +301,3 @@ class Attempt:
         """Run blocking work; a cancelled caller leaves it running, and `_take_down` ends it by killing the sandbox."""
         with boundary(where):
             return await asyncio.shield(self._submit(work))
-
-    # ------------------------------------------------------------------------------------------------ outcomes
-
-    def _verified(self, verdict: Verdict) -> VerifierResult:
-        assert self._agent_end is not None
-        return VerifierResult(
-            run=self._shop.run,
-            step=self._admitted.step,
-            attempt=self._admitted.attempt,
-            group=self._admitted.group,
-            session=self._session_id,
-            reward=verdict.reward,
-            low=verdict.low,
-            high=verdict.high,
-            receipt=verdict.receipt,
-            exit_status=verdict.receipt.exit_status,
-            agent_end=self._agent_end,
-            node=self._shop.node,
-            teardown_error=self._teardown.errors,
-            steps=verdict.steps,
-        )
-
-    def _failed(self, error: InfraError) -> InfraFailed:
-        phase = self._clock.ran_out(time.time())
-        late = "" if phase is None else f" (after the {phase} phase's {budget(self._admitted.budgets, phase):g} s)"
-        return InfraFailed(
-            run=self._shop.run,
-            step=self._admitted.step,
-            attempt=self._admitted.attempt,
-            group=self._admitted.group,
-            session=self._session_id,
-            boundary=error.boundary,
-            cause=error.cause,
-            exception=error.exception,
-            detail=error.detail + late,
-            node=self._shop.node,
-            image=self._shop.image,
-            agent_end=self._agent_end,
-            teardown_error=self._teardown.errors,
-        )

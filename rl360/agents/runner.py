@@ -19,7 +19,7 @@ from typing import Final
 
 from rl360.agents import faults
 from rl360.agents.admission import Admission
-from rl360.agents.attempt import Attempt, Outcome, Shop, Taken
+from rl360.agents.attempt import Attempt, Outcome, Taken
 from rl360.agents.harness.base import Assignment, Harness
 from rl360.agents.lives import Lives
 from rl360.agents.outcomes import InfraError
@@ -29,6 +29,7 @@ from rl360.agents.sandbox.faulty import FaultySandbox
 from rl360.agents.sandbox.leases import Lease, sweep
 from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.session import Sessions
+from rl360.agents.shop import Shop
 from rl360.agents.staging import Stage, Staged
 from rl360.agents.tasks import Task, TaskError, TaskIndex
 from rl360.agents.waves import Start, pull_share, retry_at
