@@ -107,7 +107,7 @@ async def test_a_signal_to_end_drains_and_records_the_end(tmp_path: Path) -> Non
     path = tmp_path / "run"
     arguments: tuple[str, ...] = (RECIPE, "--dir", str(path))
     for number in (signal.SIGTERM, signal.SIGHUP):
-        async with running(path, *arguments, overrides=() if number is signal.SIGHUP else (*SMALL, "run.steps=3")) as run:
+        async with running(path, *arguments, overrides=() if number is signal.SIGHUP else (*SMALL, "run.steps=9")) as run:
             async with run.bus() as bus, bus.reader(types=[ev.StepTrained], start=await bus.last_seq() + 1) as reader:
                 assert await reader.next(60) is not None
             run.process.send_signal(number)
