@@ -130,7 +130,7 @@ async def test_a_run_goes_on_without_whoever_read_its_lines(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "run"
     async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1", "tasks.qualify=true")) as run:

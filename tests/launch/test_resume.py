@@ -121,7 +121,7 @@ async def when(run: RunProcess, kind: type[ev.Event], step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("schedule", ["one_step"])
+@pytest.mark.parametrize("schedule", ["sync", "one_step"])
 async def test_a_machine_crash_that_took_the_journals_end_is_said_and_made_good(tmp_path: Path, schedule: str) -> None:
     path, copy = tmp_path / "run", tmp_path / "older"
     async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=4", f"run.schedule={schedule}")) as run:

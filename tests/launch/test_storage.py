@@ -165,7 +165,7 @@ async def test_a_full_journal_stops_the_run_once_and_clearly_and_nothing_is_lost
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("least", [0], ids=["nats-server finds it"])
+@pytest.mark.parametrize("least", [0, 1], ids=["nats-server finds it", "the supervisor finds it before"])
 async def test_a_disk_that_fills_up_stops_the_run_and_more_space_lets_it_go_on(tmp_path: Path, small_disk: Path, least: int) -> None:
     path = tmp_path / "run"
     (path).mkdir()
