@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from rl360.bus import nats_server
 from rl360.config import ConfigError, load
-from rl360.engines import gateway
-from rl360.launch import prepare
-from rl360.launch.rundir import Hosts, RunDir, port_of
+from rl360.launch import prepare, servers
+from rl360.launch.rundir import Hosts, RunDir
 
 _EVERYWHERE = "0.0.0.0"
 
@@ -28,32 +27,14 @@ def init(recipe: Path, overrides: tuple[str, ...], path: Path, hosts: Hosts) -> 
         folder.create(prepare.upcycle(config, path), hosts)
     elif folder.config.run.name != config.run.name:
         raise ConfigError(f"{path} holds run {folder.config.run.name!r}, not {config.run.name!r}: choose another --dir")
-    write_nats_config(folder)
+    servers.nats_config(folder, _EVERYWHERE)
     print(f"run {folder.config.run.name} is laid out in {path}")
-
-
-def write_nats_config(folder: RunDir) -> None:
-    """nats-server's configuration, with the users and what each may publish."""
-    addresses, nats = folder.addresses, folder.path / "nats"
-    text = nats_server.config_text(
-        run=folder.config.run.name,
-        store=nats / "store",
-        port=port_of(addresses.nats),
-        monitor_port=addresses.nats_monitor_port,
-        passwords=folder.secrets.nats,
-        listen=_EVERYWHERE,
-    )
-    nats_server.write_config(nats / "server.conf", text)
 
 
 def serve(name: str, path: Path) -> NoReturn:
     """Become nats-server or the gateway of the run in `path`. Raises ConfigError or BusError when there is no such run or binary."""
     folder = RunDir(path)
-    config, addresses = folder.config, folder.addresses
-    if name == "nats":
-        command = nats_server.command(path / "nats" / "server.conf")
-    else:
-        command = gateway.command(
-            _EVERYWHERE, port_of(addresses.gateway), addresses.gateway_metrics_port, request_timeout=config.engine.request_timeout
-        )
+    _ = folder.config  # a folder that holds no run is refused here
+    is_nats = name == "nats"
+    command = nats_server.command(servers.nats_config_path(folder)) if is_nats else servers.gateway_command(folder, _EVERYWHERE)
     os.execv(command[0], command)

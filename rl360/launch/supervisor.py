@@ -17,14 +17,13 @@ from rl360.bus import events as ev
 from rl360.bus import nats_server
 from rl360.bus.connection import BusError, JetStreamError
 from rl360.child import Child
-from rl360.engines import gateway
-from rl360.launch import resume, storage
+from rl360.launch import resume, servers, storage
 from rl360.launch.children import Children
 from rl360.launch.engine_care import ENGINE, EngineCare
 from rl360.launch.kinds import workers_of
 from rl360.launch.lead import Lead, RunFailed
 from rl360.launch.pulse import HangCare
-from rl360.launch.rundir import RunDir, port_of
+from rl360.launch.rundir import RunDir
 from rl360.launch.stored import StoreLock, take
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Supervisor(Lead):
         try:
             await self._start_nats()
             await self.open_bus()
-            await self._start_gateway()
+            await self._children.start(GATEWAY, servers.gateway_command(self.folder))
             for kind, index in workers_of(self.config):
                 await self._children.start(f"{kind}{index}", self._worker_command(kind, index))
             self.run_beside(EngineCare(self.bus, self.config, self._children.by_name, self.say).run())
@@ -113,25 +112,9 @@ class Supervisor(Lead):
         if self.folder.renew_addresses():
             self.say("somebody else listens on one of the run's ports: it has new ones")
             self.addresses = self.folder.addresses
-        config = self.folder.path / "nats" / "server.conf"
-        text = nats_server.config_text(
-            run=self.config.run.name,
-            store=self.folder.path / "nats" / "store",
-            port=port_of(self.addresses.nats),
-            monitor_port=self.addresses.nats_monitor_port,
-            passwords=self.secrets.nats,
-        )
-        nats_server.write_config(config, text)
-        await self._children.start(NATS, nats_server.command(config))
+        await self._children.start(NATS, nats_server.command(servers.nats_config(self.folder)))
         await nats_server.wait_healthy(self.addresses.nats_monitor_port)
         self._store.announce(self.address)
-
-    async def _start_gateway(self) -> None:
-        url = self.addresses.gateway
-        command = gateway.command(
-            "127.0.0.1", port_of(url), self.addresses.gateway_metrics_port, request_timeout=self.config.engine.request_timeout
-        )
-        await self._children.start(GATEWAY, command)
 
     def _worker_command(self, kind: str, index: int) -> list[str]:
         return [sys.executable, "-m", "rl360", "worker", kind, "--dir", str(self.folder.path), "--index", str(index)]
