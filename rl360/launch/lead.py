@@ -145,16 +145,20 @@ class Lead:
 
     async def _watch(self) -> None:
         """Whoever starts nats-server again may give it another store, or a full disk."""
+        reconnects = self.bus.reconnects
         while True:
             await asyncio.sleep(_PERIOD)
             if why := storage.shortage(self.folder.path, self.config.supervise.min_free_mb):
                 self.mute = True
                 return self.fail(f"{why}; {storage.remedy(self.folder.path)}")
-            mark = self.marks.newest
+            mark, seen = self.marks.newest, self.bus.reconnects
+            if mark is None or seen == reconnects:
+                continue
             try:
-                whole = mark is None or await self.bus.holds(mark.seq, mark.time)
+                whole = await self.bus.holds(mark.seq, mark.time)
             except BusError:
                 continue  # it is away: its owner starts it again
+            reconnects = seen
             if not whole:
                 return self.fail(
                     "the journal lost its end while nats-server was down (was its store replaced, or its disk?): start all workers anew"
