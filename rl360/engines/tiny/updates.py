@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from rl360.engines.tiny.groups import GroupError, Groups
 from rl360.engines.tiny.loop import EngineLoop
 from rl360.engines.tiny.weights import Weights
 
+T = TypeVar("T")
 _log = logging.getLogger("rl360.engine")
 
 
@@ -107,33 +110,32 @@ class Updates:
         await self._swap(staging.weights, staging.version, staging.flush)
 
     async def _receive(self, bucket: UpdateFromDistributed) -> Tensor:
-        why, size = buckets.refusal(bucket, self.live), buckets.declared_bytes(bucket)
-        if size is None or size > max(buckets.SIZES.values()) * self.live.elements:
-            raise UpdateError(why)
-        try:
-            flat = await self._groups.receive(bucket.group_name, size)
-        except GroupError as e:
-            raise UpdateError(str(e)) from None
-        if why:
-            raise UpdateError(why)
-        return flat
+        why = buckets.refusal(bucket, self.live)
+        return await self._taken(why, [bucket], lambda sizes: self._groups.receive(bucket.group_name, sizes[0]))
 
     async def _receive_parts(self, order: UpdateExperts) -> list[Tensor]:
-        sizes = [buckets.declared_bytes(part) for part in order.parts]
         why = buckets.experts_refusal(order, self.live, self._groups.ranks)
-        whole = [size for size in sizes if size is not None]
-        if len(whole) < len(sizes) or sum(whole) > max(buckets.SIZES.values()) * self.live.elements:
-            raise UpdateError(why)
         if why and not all(0 <= part.gpu < self._groups.ranks for part in order.parts):
             raise UpdateError(why)
+
+        def receive(sizes: list[int]) -> Awaitable[list[Tensor]]:
+            parts = [(part.source, part.gpu, size) for part, size in zip(order.parts, sizes, strict=True)]
+            return self._groups.receive_from(order.group_name, parts)
+
+        return await self._taken(why, order.parts, receive)
+
+    async def _taken(self, why: str, parts: Sequence[buckets.Tensors], receive: Callable[[list[int]], Awaitable[T]]) -> T:
+        """Receive tensors of these sizes, also what is refused (`why`) when its size makes sense. Raises UpdateError."""
+        sizes = [size for part in parts if (size := buckets.declared_bytes(part)) is not None]
+        if len(sizes) < len(parts) or sum(sizes) > max(buckets.SIZES.values()) * self.live.elements:
+            raise UpdateError(why)
         try:
-            parts = [(part.source, part.gpu, size) for part, size in zip(order.parts, whole, strict=True)]
-            flats = await self._groups.receive_from(order.group_name, parts)
+            got = await receive(sizes)
         except GroupError as e:
             raise UpdateError(str(e)) from None
         if why:
             raise UpdateError(why)
-        return flats
+        return got
 
     async def _swap(self, weights: Weights, version: str | None, flush: bool) -> None:
         scheduler = self._loop.scheduler
