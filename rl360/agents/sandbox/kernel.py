@@ -9,6 +9,7 @@ from typing import Final
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS: Final = 0x20000
+_CLONE_NEWNET: Final = 0x40000000
 _MS_REC_PRIVATE: Final = 0x4000 | 0x40000
 _PR_SET_NO_NEW_PRIVS: Final = 38
 
@@ -26,6 +27,11 @@ def mount_tmpfs(folder: Path, options: str) -> None:
 def no_new_privs() -> None:
     """Nothing that this thread starts from here on can gain a privilege by what it executes."""
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def enter_network(namespace: int) -> None:
+    """From here on this thread's sockets are of the network that a descriptor of /proc/PID/ns/net names."""
+    _checked(_libc.setns(namespace, _CLONE_NEWNET))
 
 
 def _checked(result: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -11,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox import kernel
 from rl360.agents.sandbox.base import LABEL
 from rl360.agents.sandbox.cgroups import ROOT, Cgroup
 from rl360.bus.events import Boundary, Cause
 
-_NEWNET: Final = 0x40000000
 _REMEDY: Final = 'run the runner as root on the daemon\'s machine (in a container: pid: host), or use harness = "mini_swe"'
 
 
@@ -32,8 +30,7 @@ def listen_in(pid: int, label: str) -> socket.socket:
             if f"{LABEL}={label}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
                 raise ProcessLookupError(f"process {pid} here is not the sandbox's")
             with open(f"/proc/{pid}/ns/net", "rb") as network:
-                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), _NEWNET):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                kernel.enter_network(network.fileno())
             made.append(socket.create_server(("127.0.0.1", 0), backlog=64))
         except OSError as e:
             failed.append(e)
