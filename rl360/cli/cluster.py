@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rl360.cli.options import Commands, host
+from rl360.cli.options import Commands, host, overrides
 
 
 def add(sub: Commands) -> None:
@@ -18,7 +18,7 @@ def add(sub: Commands) -> None:
     init = commands.add_parser("init", help="lay the run's folder out; one that is there is gone on with")
     init.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/tiny.toml")
     init.add_argument("--dir", type=Path, required=True, help="folder of the run, which every process sees")
-    init.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    overrides(init)
     init.add_argument("--nats-host", type=host, default="nats")
     init.add_argument("--gateway-host", type=host, default="gateway")
     init.add_argument("--session-host", type=host, default="session", help='"{}" in it stands for the index: session-{}')

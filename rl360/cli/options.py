@@ -17,6 +17,11 @@ class Commands(Protocol):
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser: ...
 
 
+def overrides(parser: argparse.ArgumentParser, help: str = "override one value") -> None:
+    """`--set KEY=VALUE`, as often as one likes."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=help)
+
+
 def count(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rl360.cli.options import Commands, journal_name, picture
+from rl360.cli.options import Commands, journal_name, overrides, picture
 
 
 def add(sub: Commands) -> None:
@@ -26,7 +26,7 @@ def add(sub: Commands) -> None:
     replay.add_argument("dir", type=Path)
     replay.add_argument("--step", type=int, help="default: every trained step, a line each")
     replay.add_argument("--with", dest="with_", default="", metavar="RULES", help="a TOML file of rules, or legacy, miles, slime, rl360")
-    replay.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="change one rule")
+    overrides(replay, "change one rule")
     replay.add_argument("--gradient", action="store_true", help="measure the real gradient, from the step's checkpoint")
     replay.add_argument("--json", action="store_true")
     replay.add_argument("--into", type=journal_name, metavar="NAME", help="copy the step into a journal of its own, for live workers")

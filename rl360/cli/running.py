@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rl360.cli.options import Commands, count, duration, host, journal_name, rate
+from rl360.cli.options import Commands, count, duration, host, journal_name, overrides, rate
 
 
 def add(sub: Commands) -> None:
@@ -15,7 +15,7 @@ def add(sub: Commands) -> None:
     run.add_argument("--dir", type=Path, help="folder of the run (default: runs/NAME)")
     run.add_argument("--steps", type=int, help="same as --set run.steps=N")
     run.add_argument("--seed", type=int, help="same as --set run.seed=N")
-    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    overrides(run)
     run.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
     run.add_argument("--plain", action="store_true", help="plain lines instead of the live table")
     run.set_defaults(command=_run)
@@ -34,7 +34,7 @@ def add(sub: Commands) -> None:
     chaos.add_argument("--seed", type=int, default=0)
     chaos.add_argument("--only", default="", metavar="NAME", help="kill only what is called so, e.g. engine (default: everything)")
     chaos.add_argument("--dir", type=Path, default=Path("runs/chaos"), help="new folder for the runs (default: runs/chaos)")
-    chaos.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    overrides(chaos)
     chaos.add_argument("--keep", action="store_true", help="keep the folders of runs without a problem")
     chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report, every kill included, to FILE")
     chaos.set_defaults(command=_chaos)
@@ -44,7 +44,7 @@ def add(sub: Commands) -> None:
         "plan", help="calls and bytes of both paths, from the shape of a recipe's policy"
     )
     plan.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/moe-375b.toml")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value")
+    overrides(plan)
     plan.add_argument(
         "--broadcast-rate", type=rate, metavar="GB/S", help="that a broadcast over all GPUs takes in; with it, seconds are told"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rl360.cli.options import Commands, count, rate
+from rl360.cli.options import Commands, count, overrides, rate
 
 
 def add(sub: Commands) -> None:
@@ -17,7 +17,7 @@ def add(sub: Commands) -> None:
     starts.add_argument("--images", type=count, help="that they are made from (default: 512)")
     starts.add_argument("--registry-rate", type=rate, metavar="MB/S", help="of the registry, in all (default: 5000)")
     starts.add_argument("--seed", type=int, default=0)
-    starts.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="any assumption that it prints")
+    overrides(starts, "any assumption that it prints")
     starts.add_argument("--json", action="store_true", dest="as_json")
     starts.set_defaults(command=_sandboxes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rl360.cli.options import Commands, count
+from rl360.cli.options import Commands, count, overrides
 
 CACHE = Path("runs/tasks")
 
@@ -50,9 +50,7 @@ def add(commands: Commands) -> None:
 
 def _common(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     parser.add_argument("--recipe", type=Path, help="whose sandbox, agent and budgets are used (default: the defaults)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value of the recipe"
-    )
+    overrides(parser, "override one value of the recipe")
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"where results are kept (default: {CACHE})")
     if json:
         parser.add_argument("--json", action="store_true")
