@@ -15,6 +15,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_
 import msgspec
 from msgspec import Meta
 
+from rl360.errors import InputError
+
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -32,7 +34,7 @@ SGLANG_OWN: Final = frozenset({
 """Arguments of SGLang's server that RL360 sets, or under which it can't push weights."""
 
 
-class ConfigError(Exception):
+class ConfigError(InputError):
     """A recipe that can't run: the message names the key, why, and the remedy."""
 
 

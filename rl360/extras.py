@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rl360.errors import InputError
 
-class MissingExtra(ImportError):
+
+class MissingExtra(InputError, ImportError):
     """A part of RL360 needs a package that an extra installs."""
 
     def __init__(self, who: str, missing: str, extra: str) -> None:

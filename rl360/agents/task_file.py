@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final, Literal, cast, get_args, get_type_hint
 import msgspec
 from msgspec import Meta
 
+from rl360.errors import InputError
+
 PositiveFloat = Annotated[float, Meta(gt=0)]
 _RESERVED: Final = frozenset({"usr", "etc", "proc", "dev", "sys", "bin", "sbin", "lib", "lib64", "tests", "logs", "solution", "tmp"})
 
@@ -22,7 +24,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 NetworkMode = Literal["no-network", "public", "allowlist"]
 
 
-class TaskError(Exception):
+class TaskError(InputError):
     """A task that can't be used: the message names the file, the key and the remedy."""
 
 

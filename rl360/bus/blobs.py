@@ -16,11 +16,12 @@ import blake3
 from typing_extensions import Buffer
 
 from rl360.bus.payload import INLINE_LIMIT, Payload
+from rl360.errors import InputError
 
 _SHARD: Final = 2
 
 
-class BlobError(Exception):
+class BlobError(InputError):
     """A blob is missing or is not what its digest says."""
 
 

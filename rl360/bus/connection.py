@@ -17,6 +17,8 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
+from rl360.errors import InputError
+
 log = logging.getLogger(__name__)
 
 API_TIMEOUT: Final = 2.0  # seconds for one try
@@ -31,7 +33,7 @@ class BusAddress(msgspec.Struct, frozen=True, kw_only=True):
     password: str = ""
 
 
-class BusError(Exception):
+class BusError(InputError):
     """The bus did not do what was asked within its deadline, or refused it."""
 
 

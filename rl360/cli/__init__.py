@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rl360 import __version__
 from rl360.cli import cluster, journal, making, reading, running, simulating, tasks
+from rl360.errors import InputError, told
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -20,15 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "command"):
         parser.print_help()
         return 2
-    from rl360.launch.errors import input_errors, told
-
     command: Command = args.command
     try:
         return command(args)
     except BrokenPipeError:  # whoever read our output (`| head`) has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except input_errors() as e:
+    except (InputError, OSError) as e:  # an OSError names the file itself: unreadable, a folder, a full disk
         print(f"rl360: {told(e)}", file=sys.stderr)
         return 2
 

@@ -65,7 +65,7 @@ def _tail(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from rl360.launch.errors import writing
+    from rl360.errors import writing
     from rl360.launch.journal_commands import export
 
     with writing(args.file):
@@ -73,7 +73,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from rl360.launch.errors import writing
+    from rl360.errors import writing
     from rl360.launch.journal_commands import import_
 
     with writing(args.dir):

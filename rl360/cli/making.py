@@ -25,7 +25,7 @@ def add(sub: Commands) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from rl360.launch.errors import writing
+    from rl360.errors import writing
     from rl360.trainer.export import export_hf
 
     with writing(args.out):

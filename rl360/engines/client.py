@@ -10,11 +10,12 @@ import msgspec
 from rl360.bus.events import Boundary, Cause
 from rl360.engines import contract as c
 from rl360.engines.dialect import Dialect, DialectError, dialect_of
+from rl360.errors import InputError
 
 T = TypeVar("T")
 
 
-class EngineError(Exception):
+class EngineError(InputError):
     """A call to an engine or to the gateway failed (S13): where, why, and for which generation.
 
     `cause` is LOST (the connection went away), TIMEOUT (no reply in time), REFUSED (an error reply) or UNKNOWN (a

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import DeadLetter, EventError, Message, Recorded, record
+from rl360.errors import InputError
 
 
-class JournalError(Exception):
+class JournalError(InputError):
     """The journal, or the archive of one, can't be used; the message names what is wrong with it and the remedy."""
 
 

@@ -20,6 +20,7 @@ from rl360.bus.client import Bus, BusAddress
 from rl360.bus.codec import Recorded
 from rl360.bus.connection import BusError, JetStreamError
 from rl360.config import Config
+from rl360.errors import InputError
 from rl360.launch import pulse, resume, storage
 from rl360.launch.high_water import HighWater, Mark
 from rl360.launch.rundir import RunDir
@@ -32,7 +33,7 @@ NAME: Final = "lead"
 _PERIOD: Final = 2.0  # seconds between two looks at the journal and the disk
 
 
-class RunFailed(Exception):
+class RunFailed(InputError):
     """The run can't go on; the message says why and where to look."""
 
 

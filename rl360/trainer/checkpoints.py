@@ -22,6 +22,8 @@ from typing import Final
 import blake3
 import msgspec
 
+from rl360.errors import InputError
+
 FORMAT: Final = 1
 _NAME: Final = "step-{:06d}"
 MANIFEST: Final = "manifest.json"
@@ -30,7 +32,7 @@ FOLDER: Final = "checkpoints"
 _WEIGHT_FILES: Final = (".safetensors", ".safetensors.index.json", ".bin")
 
 
-class CheckpointError(Exception):
+class CheckpointError(InputError):
     """A checkpoint that can't be used: the message names the path and what is wrong with it."""
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rl360.errors import InputError
 from rl360.sessions.routing import RoutingShape
 
 
-class ModelError(ValueError):
+class ModelError(InputError, ValueError):
     """A policy folder whose model can't be trained here: the message names the file and the key."""
 
 

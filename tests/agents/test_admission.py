@@ -18,7 +18,7 @@ from rl360.agents.sandbox.base import Limits
 from rl360.agents.sandbox.bwrap import BwrapSandbox
 from rl360.agents.staging import Staged
 from rl360.agents.waves import Start
-from rl360.bus.events import Boundary, Cause, StartRetried
+from rl360.bus.events import Boundary, Cause, Phase, StartRetried
 from rl360.config import Sandbox as SandboxSection
 from tests.agents.harbor import make_task
 from tests.agents.test_runner import Stage, quick, session, stage, task
@@ -158,9 +158,11 @@ async def test_no_more_sandboxes_than_the_runner_may_reserve_and_everybody_gets_
 
 
 async def test_s15_a_wait_for_room_is_the_queues_and_opens_no_session(stage: Stage) -> None:
-    first, second = await stage.admit(), await stage.admit(queue=0.8)
+    first = await stage.admit()
     stage.session.trouble = ["hang"]
     async with stage.running(agent={"script": ["ask"]}, runners={"slots": 2, "memory_mb": 600}):
+        await stage.phase_began(Phase.AGENT, 1)  # of two that come together, either may enter first
+        second = await stage.admit(queue=0.8)
         failed = await stage.failed()
     assert failed.attempt == second != first
     assert (failed.boundary, failed.cause, failed.exception) == (Boundary.QUEUE, Cause.TIMEOUT, "NotAdmitted")

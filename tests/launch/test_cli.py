@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl360.cli import main
-from rl360.launch.errors import told, writing
+from rl360.errors import told, writing
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
 

@@ -1,4 +1,7 @@
-"""Errors of input: what the command line shows as one line instead of a traceback."""
+"""Errors of input: what the command line shows as one line instead of a traceback.
+
+Here is the kind alone, not a list: a command that meets no error need not import the parts that raise them.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from rl360.agents.tasks import TaskError
-from rl360.bus.blobs import BlobError
-from rl360.bus.connection import BusError
-from rl360.config import ConfigError
-from rl360.engines.client import EngineError
-from rl360.extras import MissingExtra
-from rl360.journal.source import JournalError
-from rl360.launch.lead import RunFailed
-from rl360.trainer.checkpoints import CheckpointError
-from rl360.trainer.spec import ModelError
 
-
-def input_errors() -> tuple[type[Exception], ...]:
-    return (
-        ConfigError,
-        EngineError,
-        MissingExtra,
-        BusError,
-        JournalError,
-        BlobError,
-        TaskError,
-        CheckpointError,
-        ModelError,
-        OSError,  # names the file itself: unreadable, a folder, a full disk; `told` adds the remedy
-        RunFailed,
-    )
+class InputError(Exception):
+    """Something that the user gave can't be used: its text names the place and the remedy. The command line shows that text alone."""
 
 
 _REMEDIES: Final = {
