@@ -53,6 +53,11 @@ class StepView:
         return self.opened.purpose
 
     @property
+    def finished(self) -> bool:
+        """It has trained (its push may still be due), or was closed without."""
+        return self.trained is not None or self.closed_at is not None
+
+    @property
     def counts(self) -> Counter[Stage]:
         return Counter(self.stages.values())
 
@@ -161,6 +166,9 @@ class RunView:
 
     def train_steps(self) -> list[StepView]:
         return [s for (p, _), s in sorted(self.steps.items()) if p is ev.Purpose.TRAIN]
+
+    def finished_steps(self) -> list[StepView]:
+        return [s for s in self.train_steps() if s.finished]
 
     def evals(self) -> list[StepView]:
         """Held-out evaluations with all groups decided."""

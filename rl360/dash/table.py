@@ -105,8 +105,9 @@ class PlainLines:
 def _complete(step: StepView, over: bool) -> bool:
     if step.purpose is ev.Purpose.EVAL:
         return step.tally.complete
-    pushed = step.push is not None or (step.trained is not None and step.trained.skipped)
-    return step.closed_at is not None and (pushed or over)
+    if over:
+        return step.finished
+    return step.closed_at is not None and (step.push is not None or (step.trained is not None and step.trained.skipped))
 
 
 def line(step: StepView, now: float) -> str:

@@ -12,7 +12,8 @@ import msgspec
 from rl360.bus import events as ev
 from rl360.config import ConfigError
 from rl360.launch.journal_files import open_source
-from rl360.replay.decide import Effects, decide_step, effects
+from rl360.replay.decide import decide_step
+from rl360.replay.effects import Effects, effects
 from rl360.replay.facts import ReplayError, StepFacts, facts_of
 from rl360.replay.reproduce import reproduce
 from rl360.replay.rules import ReplayRules, read_rules
@@ -74,8 +75,8 @@ def _row(facts: StepFacts, with_: str, overrides: Sequence[str]) -> Row:
         differences=tuple(map(str, made.differences)),
         requested=metrics.requested,
         infra=metrics.infra_total,
-        recorded=effects(made.decision),
-        other=None if rules is None else effects(decide_step(facts, rules)),
+        recorded=effects(made.decision, made.decision),
+        other=None if rules is None else effects(decide_step(facts, rules), made.decision),
     )
 
 

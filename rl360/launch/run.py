@@ -22,7 +22,7 @@ from rl360.dash.fold import RunView
 from rl360.dash.table import PlainLines, render
 from rl360.launch import prepare, summary
 from rl360.launch.lead import Lead, RunFailed
-from rl360.launch.rundir import RunDir, new_path
+from rl360.launch.rundir import RunDir, new_path, under_way
 from rl360.launch.supervisor import Supervisor
 from rl360.launch.telemetry import Telemetry, exporter
 
@@ -95,6 +95,8 @@ class _Run:
 
     async def main(self) -> int:
         self.say(f"run {self._folder.config.run.name} in {self._folder.path}")
+        for other in under_way(self._folder.path.parent, besides=self._folder.path):
+            self.say(f"{other} is under way as well: they share this machine, and both will be slower")
         if self._folder.config.faults:
             self.say(faults.warning(self._folder.config.faults))
         self._heed_signals()
@@ -105,7 +107,7 @@ class _Run:
             if lead.resumed:
                 self.say(f"resumed for the {lead.resumed}. time")
             why = await self._until_over(lead)
-            await lead.finish(why, len(self._view.train_steps()))
+            await lead.finish(why, len(self._view.finished_steps()))
         return self._conclude(why)
 
     def _heed_signals(self) -> None:

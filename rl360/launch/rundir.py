@@ -155,6 +155,12 @@ def new_path(root: Path, name: str) -> Path:
     return path
 
 
+def under_way(root: Path, besides: Path) -> list[Path]:
+    """Folders of other runs in `root` whose processes live."""
+    others = [RunDir(p) for p in sorted(root.iterdir()) if p.is_dir() and p.resolve() != besides.resolve()]
+    return [f.path for f in others if f.children and f.processes()]
+
+
 def _write(path: Path, value: msgspec.Struct, mode: int) -> None:
     aside = path.with_name(path.name + ".tmp")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

@@ -11,7 +11,7 @@ from rl360.dash.fold import RunView, StepView
 
 def lines(view: RunView, path: Path) -> list[str]:
     """The summary that `rl360 run` ends with."""
-    steps = [s for s in view.train_steps() if s.metrics.valid.n]
+    steps = [s for s in view.finished_steps() if s.metrics.valid.n]
     if not steps:
         return [f"no step was finished; logs: {path / 'logs'}"]
     first, last = steps[0], steps[-1]
@@ -66,7 +66,7 @@ def draw(runs: Sequence[tuple[str, RunView]], path: Path) -> bool:
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 5), height_ratios=(3, 1), sharex=True, layout="constrained")
     colours = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed")
     for (name, view), colour in zip(runs, colours, strict=False):
-        steps = [s for s in view.train_steps() if s.metrics.valid.n]
+        steps = [s for s in view.finished_steps() if s.metrics.valid.n]
         xs = [s.step for s in steps]
         label = f"{name}: " if len(runs) > 1 else ""
         top.plot(xs, [s.metrics.valid.value for s in steps], color=colour, label=f"{label}reward/valid_mean")

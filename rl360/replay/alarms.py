@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from rl360.bus import events as ev
-from rl360.replay.decide import Decision, Effects
+from rl360.replay.decide import Decision
+from rl360.replay.effects import Effects
 from rl360.replay.facts import StepFacts
 from rl360.replay.reproduce import Difference
 from rl360.trainer.metrics import StepMetrics

@@ -1,19 +1,14 @@
-"""Two decisions of one step side by side. Pure.
-
-A loss is a sum over sampled tokens of coefficient x d(log-prob) as long as nothing is clipped; a token's coefficient is
-advantage x weight / divisor. `norm_ratio` and `cosine` compare those coefficients over all tokens: what the rules do to the gradient
-before the model has its say. `rl360 replay --gradient` measures the gradient itself.
-"""
+"""Two decisions of one step side by side. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 
 from rl360.bus import events as ev
-from rl360.replay.decide import Decision, Effects, effects
+from rl360.replay.decide import Decision
+from rl360.replay.effects import Effects, effects
 
 
 class FateChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +52,7 @@ def compare(before: Decision, after: Decision, names: tuple[str, str]) -> Compar
     """Decisions of the same step."""
     kept = _kept(before), _kept(after)
     change = _advantage_change(before, after)
-    ratio, cosine = _coefficients(before, after)
+    after_effects = effects(after, before)
     return Comparison(
         step=before.batch.step,
         names=names,
@@ -67,12 +62,12 @@ def compare(before: Decision, after: Decision, names: tuple[str, str]) -> Compar
         samples=(len(before.batch.refs), len(after.batch.refs)),
         tokens=(_tokens(before), _tokens(after)),
         divisors=(before.divisor, after.divisor),
-        effects=(effects(before), effects(after)),
+        effects=(effects(before, before), after_effects),
         fates=_fates(before, after),
         advantage_change_mean=math.fsum(change) / len(change) if change else None,
         advantage_change_max=max(map(abs, change)) if change else None,
-        norm_ratio=ratio,
-        cosine=cosine,
+        norm_ratio=after_effects.norm_ratio,
+        cosine=after_effects.cosine,
     )
 
 
@@ -101,20 +96,3 @@ def _fate(attempt: ev.AttemptDecision) -> str:
 def _advantage_change(before: Decision, after: Decision) -> list[float]:
     old = {a.attempt: a.advantage for _, a in before.trained if a.advantage is not None}
     return [a.advantage - old[a.attempt] for _, a in after.trained if a.advantage is not None and a.attempt in old]
-
-
-def _coefficients(before: Decision, after: Decision) -> tuple[float | None, float | None]:
-    """(norm of `after` / norm of `before`, cosine) of the token coefficients."""
-    old, new = _of_samples(before), _of_samples(after)
-    dot = math.fsum(n * c * new[key][1] for key, (n, c) in old.items() if key in new)
-    norms = [math.sqrt(math.fsum(n * c * c for n, c in side.values())) for side in (old, new)]
-    if not norms[0]:
-        return None, None
-    return norms[1] / norms[0], dot / (norms[0] * norms[1]) if norms[1] else None
-
-
-def _of_samples(decision: Decision) -> Mapping[tuple[str, int], tuple[int, float]]:
-    """(attempt, branch) -> (sampled tokens, coefficient of each)."""
-    if not decision.divisor:
-        return {}
-    return {(r.attempt, r.branch): (r.sampled, r.advantage * r.weight / decision.divisor) for r in decision.batch.refs}

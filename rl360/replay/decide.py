@@ -5,7 +5,6 @@ Sound rules go through `decide_group` as they are. The habits of older systems (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -161,52 +160,3 @@ def _decided(judged: _Judged, reason: str, baseline: float | None, shares: Mappi
         attempts=attempts,
         purpose=context.purpose,
     )
-
-
-# ---------------------------------------------------------------------------------------------------- what rules do
-
-
-@dataclass(frozen=True)
-class Effects:
-    """What a set of rules does to a step, against one valid set for everything under the same reduction (the step-70 arithmetic)."""
-
-    gradient_scale: float | None  # divisor over valid samples / divisor used; None: nothing trains
-    advantage_shift: float | None  # mean over trained attempts of (valid mean of their group - baseline used)
-    baseline: float | None  # mean over trained attempts
-    kept_mean: float | None  # mean reward of trained attempts
-    logged_mean: float | None  # the step's reward as these rules log it: failures as 0 where they count them
-    logged_n: int
-    tis_factor: float | None  # what a mean over samples with these rules' denominator logs for a ratio of 1
-
-
-def effects(decision: Decision) -> Effects:
-    """Of a decided step."""
-    zero = decision.rules.failures_in_baseline == "zero"
-    everyone = [a for g in decision.groups for a in g.attempts]
-    logged = [a.reward if _valid(a) and a.reward is not None else 0.0 for a in everyone if zero or _valid(a)]
-    trained = decision.trained
-    if not trained or not decision.divisor:
-        return Effects(None, None, None, None, _mean(logged), len(logged), None)
-    counted = decision.rules.failures_in_divisor == "counted"
-    return Effects(
-        gradient_scale=decision.batch.divisor / decision.divisor,
-        advantage_shift=_mean([_valid_mean(g) - (g.baseline or 0.0) for g, _ in trained]),
-        baseline=_mean([g.baseline or 0.0 for g, _ in trained]),
-        kept_mean=_mean([a.reward or 0.0 for _, a in trained]),
-        logged_mean=_mean(logged),
-        logged_n=len(logged),
-        tis_factor=len(trained) / decision.kept_samples if counted else 1.0,
-    )
-
-
-def _valid(attempt: ev.AttemptDecision) -> bool:
-    return attempt.fate in (ev.Fate.TRAINED, ev.Fate.DROPPED)
-
-
-def _valid_mean(group: ev.GroupDecided) -> float:
-    rewards = [a.reward for a in group.attempts if _valid(a) and a.reward is not None]
-    return math.fsum(rewards) / len(rewards)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

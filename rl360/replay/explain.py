@@ -14,7 +14,8 @@ import msgspec
 
 from rl360.bus import events as ev
 from rl360.replay.alarms import alarms
-from rl360.replay.decide import Decision, Effects, decide_step, effects
+from rl360.replay.decide import Decision, decide_step
+from rl360.replay.effects import Effects, effects
 from rl360.replay.facts import ReplayError, StepFacts
 from rl360.replay.reproduce import Difference, reproduce
 from rl360.replay.rules import RECORDED, ReplayRules, preset
@@ -160,7 +161,8 @@ def _decision(facts: StepFacts) -> tuple[Decision | None, tuple[Difference, ...]
 
 def _rules(facts: StepFacts, decision: Decision) -> dict[str, Effects]:
     recorded = ReplayRules.of(facts.config)
-    return {RECORDED: effects(decision), **{n: effects(decide_step(facts, preset(recorded, n))) for n in COMPARED}}
+    others = {n: effects(decide_step(facts, preset(recorded, n)), decision) for n in COMPARED}
+    return {RECORDED: effects(decision, decision), **others}
 
 
 def _shares(decision: Decision | None) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from rl360.replay.decide import Effects
+from rl360.replay.effects import Effects
 from rl360.replay.explain import Explanation, GroupRow
 
 _WIDTH: Final = 16
@@ -90,16 +90,23 @@ def _group(row: GroupRow) -> str:
 
 
 def rules_table(rules: Mapping[str, Effects]) -> Iterator[str]:
-    """What each set of rules does to the step."""
-    yield f"{'rules':<{_WIDTH}}{'gradient':>10}{'advantages':>12}{'baseline':>10}{'kept mean':>11}{'logged mean':>16}{'tis logs':>10}"
+    """What each set of rules does to the step. `divisor`: what counting failures alone does to the gradient; `norm` and `cosine`: what
+    all its rules together do to the tokens' coefficients, reduction and baseline included."""
+    yield (
+        f"{'rules':<{_WIDTH}}{'divisor':>10}{'advantages':>12}{'baseline':>10}{'norm':>9}{'cosine':>8}{'kept mean':>11}"
+        f"{'logged mean':>16}{'tis logs':>10}"
+    )
     for name, e in rules.items():
-        scale = "-" if e.gradient_scale is None else f"× {e.gradient_scale:.3f}"
         shift = "-" if e.advantage_shift is None else f"{_positive_zero(e.advantage_shift):+.3f}"
         logged = f"{_number(e.logged_mean)} (n={e.logged_n})"
         yield (
-            f"{name:<{_WIDTH}}{scale:>10}{shift:>12}{_number(e.baseline):>10}{_number(e.kept_mean):>11}{logged:>16}"
-            f"{_number(e.tis_factor):>10}"
+            f"{name:<{_WIDTH}}{_times(e.gradient_scale):>10}{shift:>12}{_number(e.baseline):>10}{_times(e.norm_ratio):>9}"
+            f"{_number(e.cosine):>8}{_number(e.kept_mean):>11}{logged:>16}{_number(e.tis_factor):>10}"
         )
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"× {value:.3f}"
 
 
 def _positive_zero(value: float) -> float:

@@ -49,6 +49,16 @@ def test_plain_line_is_told_once_and_says_why_a_step_was_skipped() -> None:
     assert "skipped: no survivor" in said[0] and "sandbox/lost 1" in said[0] and "1.000 n=1" in said[0]
 
 
+def test_a_step_counts_once_it_trained_and_not_while_it_goes_on() -> None:
+    """A run that is interrupted tells a step whose push was still due, and no mean over half a step."""
+    trained = next(n for n, r in enumerate(records(), 1) if isinstance(r.event, ev.StepTrained))
+    said: list[str] = []
+    PlainLines(said.append).update(view(trained - 1), 10.0, over=True)
+    assert said == [] and summary.lines(view(trained - 1), Path("r"))[0].startswith("no step was finished")
+    PlainLines(said.append).update(view(trained), 10.0, over=True)
+    assert len(said) == 1 and summary.lines(view(trained), Path("r"))[1].startswith("1 steps")
+
+
 def test_faults_on_cue_are_told_beside_what_failed_by_them() -> None:
     folded = view()
     injected = ev.FaultInjected(run="story", step=0, attempt=LOST, group=0, fault=0, kind="sandbox_kill", target=f"{LOST}.1")

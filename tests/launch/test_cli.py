@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from rl360.cli import main
+from rl360.config import Config
 from rl360.errors import told, writing
+from rl360.launch.rundir import RunDir, under_way
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.toml")
 
@@ -120,10 +122,30 @@ def test_help_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "set()\n"
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rl360.config import Config
-    from rl360.launch.rundir import RunDir
+def test_explain_imports_only_what_reads_a_journal() -> None:
+    """It answers in under a second, most of which is imports: a list of everything that may go wrong once doubled them."""
+    code = (
+        "import sys; from rl360.cli import main; main(['explain', 'nowhere', '--step', '1'])\n"
+        "import rl360.launch.decide_again\n"
+        "print(sorted({'torch', 'openai', 'minisweagent', 'rl360.launch.lead', 'rl360.agents.runner'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "[]\n"
 
+
+def test_runs_that_are_under_way_beside_a_new_one_are_known(tmp_path: Path) -> None:
+    """They share the machine: both get slower, which nobody would guess from a folder's name."""
+    for name in ("old", "tiny", "tiny-2"):
+        RunDir(tmp_path / name).create(Config())
+        (tmp_path / name / "children.json").write_text('{"trainer": 1}')  # what a killed run leaves as well
+    worker = subprocess.Popen([sys.executable, "-c", "input()", f"--dir={tmp_path / 'tiny'}"], stdin=subprocess.PIPE, process_group=0)
+    try:
+        assert under_way(tmp_path, besides=tmp_path / "tiny-2") == [tmp_path / "tiny"]
+        assert under_way(tmp_path, besides=tmp_path / "tiny") == []
+    finally:
+        worker.communicate(b"\n", timeout=20)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunDir(tmp_path).create(Config())
     assert main(["run", RECIPE, "--dir", str(tmp_path)]) == 2
     assert "--resume" in capsys.readouterr().err

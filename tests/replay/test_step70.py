@@ -12,7 +12,8 @@ from rl360.bus import events as ev
 from rl360.cli import main
 from rl360.config import ConfigError
 from rl360.replay.compare import compare
-from rl360.replay.decide import decide_step, effects
+from rl360.replay.decide import decide_step
+from rl360.replay.effects import effects
 from rl360.replay.explain import explain
 from rl360.replay.facts import StepFacts
 from rl360.replay.page import render
@@ -86,7 +87,7 @@ def test_the_first_decision_that_differs_is_named(step70: StepFacts):
 def test_step70_under_miles_and_slime(step70: StepFacts):
     miles = decide_step(step70, preset(recorded(step70), "miles"))
     assert (miles.kept_samples, len(miles.lost), miles.divisor) == (56, 23, 56)
-    assert effects(miles).gradient_scale == pytest.approx(SCALE)
+    assert effects(miles, miles).gradient_scale == pytest.approx(SCALE)
     slime = decide_step(step70, preset(recorded(step70), "slime"))
     assert sum(g.kept for g in slime.groups) == 32, "a failure scored 0 disagrees with every pass: no group is dropped"
     assert len(slime.lost) == 123
