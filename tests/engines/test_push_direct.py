@@ -123,7 +123,7 @@ async def test_both_paths_leave_the_same_weights_and_take_the_calls_and_bytes_of
     assert {r.checksum for o in (direct, broadcast) for r in o.results} == {combined(checksum_of(weights.items()))}
 
 
-async def test_case30_the_direct_path_outlives_every_change_of_the_set(engines: Set) -> None:
+async def test_the_direct_path_outlives_every_change_of_the_set(engines: Set) -> None:
     """An engine dies and is replaced; a push while a second is down; its replacement joins; a dead engine that never answers."""
     for name in ("a", "b"):
         await engines.start(name)
