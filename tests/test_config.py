@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 
-from rl360.config import Config, ConfigError, load, parse, to_toml_data
+from rl360.config import Config, ConfigError, Section, load, parse, to_toml_data
 from rl360.replay.rules import ReplayRules, read_rules
 
 
@@ -42,6 +45,46 @@ from rl360.replay.rules import ReplayRules, read_rules
 def test_bad_recipe_names_key_and_reason(data: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse(data)
+
+
+def keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of a recipe that holds a value."""
+    for name, hint in get_type_hints(section).items():
+        if isinstance(hint, type) and issubclass(hint, Section):
+            yield from keys(hint, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("key", [*keys(Config)], ids=".".join)
+def test_a_wrong_type_names_key_value_what_it_takes_and_the_default(key: tuple[str, ...]) -> None:
+    wrong: Any = {"no": ["such", "thing"]}
+    data = wrong
+    for part in reversed(key):
+        data = {part: data}
+    with pytest.raises(ConfigError) as refused:
+        parse(data)
+    name = ".".join(key)
+    said = re.escape(f"recipe: {name}") + r"(\[\.\.\.\] has a wrong entry| can't be \{.*\}): it takes [a-z\[].+"
+    assert re.fullmatch(said, str(refused.value)), refused.value
+    assert "(the default: " in str(refused.value) or "[...]" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ("run.steps=abc", 'run.steps can\'t be "abc": it takes a whole number, at least 1 (the default: 25)'),
+        ("run.schedule=foo", 'run.schedule can\'t be "foo": it takes one of "one_step", "sync" (the default: "sync")'),
+        ('trainer.betas=[0.1, "a"]', 'trainer.betas[1] can\'t be "a": it takes a number, at least 0, below 1'),
+        ("faults=[{step=1}]", 'faults[0].kind is missing: it takes one of "engine_hang", '),
+        ("run=3", "run can't be 3: it takes a section with name, seed, steps, schedule"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_option_that_brought_it(item: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[run]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=re.escape(f"r.toml --set {item}: {says}")):
+        load(path, (item,))
 
 
 def test_s15_cases_37_an_outer_deadline_below_the_phases_is_refused() -> None:
