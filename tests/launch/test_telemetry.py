@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -34,4 +36,31 @@ async def test_a_collector_that_refuses_is_counted_and_no_error() -> None:
     for record in records():
         telemetry.on(record)
     await asyncio.wait_for(telemetry.close(), 10)
+    assert (telemetry.sent, telemetry.failed > 0) == (0, True)
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "hangs"])
+async def test_cases_43_a_collector_that_is_away_or_hangs_holds_nobody_up(away: bool) -> None:
+    arrived, over = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        await over.wait()
+        writer.close()
+
+    collector = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = collector.sockets[0].getsockname()[1]
+    if away:
+        collector.close()
+    telemetry = Telemetry(OTLPSpanExporter(endpoint=f"http://127.0.0.1:{port}/v1/traces", timeout=2))
+    try:
+        for record in records():
+            telemetry.on(record)
+        if not away:
+            await asyncio.wait_for(arrived.wait(), 10)
+            assert telemetry.failed == 0, "an export under way leaves the event loop to the run"
+        await asyncio.wait_for(telemetry.close(), 10)
+    finally:
+        over.set()
+        collector.close()
     assert (telemetry.sent, telemetry.failed > 0) == (0, True)
