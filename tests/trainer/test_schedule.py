@@ -285,6 +285,15 @@ def test_case_41_a_wave_never_exceeds_any_bound(size, limit, pending, starting, 
     assert n == 0 or passed >= 1.0
 
 
+def test_case_41_groups_are_decided_while_waves_are_admitted(tmp_path: Path):
+    world = World(config_of(waves={"size": 2, "interval": 1.0}, run={"steps": 1}), tmp_path)
+    step = [r.event for r in world.play().records if r.event.step == 0]
+    waves = [e.wave for e in step if isinstance(e, ev.RolloutAdmitted)]
+    first = next(i for i, e in enumerate(step) if isinstance(e, ev.GroupDecided))
+    assert max(Counter(waves).values()) == 2
+    assert [e for e in step[first:] if isinstance(e, ev.RolloutAdmitted)], "the first group waited for the last wave"
+
+
 def test_nothing_is_admitted_while_no_engine_is_ready():
     clock = Clockwork(Waves(), engines=False)
     clock.on(request(0))
