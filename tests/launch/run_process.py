@@ -45,6 +45,15 @@ class RunProcess:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    async def said(self, text: str, seconds: float = 20) -> None:
+        """Wait for a line of its output that has `text`."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(seconds):
+            while (line := await self.process.stdout.readline()) and text not in line.decode():
+                self.output += line
+        assert line, self.output
+        self.output += line
+
     async def ended(self, seconds: float) -> int:
         """Exit status; the output is kept."""
         async with asyncio.timeout(seconds):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -111,6 +114,25 @@ async def test_cases_32_an_engine_that_keeps_dying_stops_the_run_with_a_clear_er
     assert "engine0 ended 3 times" in text and "engine0.log" in text
     assert "Traceback" not in text
     assert leftovers(path) == []
+
+
+async def test_cases_39_a_second_interrupt_kills_all_at_once_and_resume_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    overrides = (*SMALL, "run.steps=2", "supervise.drain_seconds=300.0")
+    async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
+        async with run.bus() as bus, bus.reader(types=[ev.TurnCompleted]) as reader:
+            assert await reader.next(60) is not None
+        os.kill(run.pid_of("scheduler0"), signal.SIGSTOP)  # the drain waits for it
+        run.interrupt()
+        await run.said("interrupt again to kill")
+        run.interrupt()
+        assert await run.ended(20) == 130
+    async with asyncio.timeout(20):  # init buries them
+        while leftovers(path):
+            await asyncio.sleep(0.05)
+    async with running(path, "--resume", str(path), overrides=()) as resumed:
+        assert await resumed.ended(200) == 0, resumed.output.decode()
+    await whole(path, 2)
 
 
 async def test_interrupt_drains_and_resume_goes_on(tmp_path: Path) -> None:
