@@ -85,6 +85,8 @@ class _Run:
         self._folder, self._console, self._plain, self._leading = folder, console, plain, leading
         self._view = RunView()
         self._lead: Lead | None = None  # None: still preparing
+        endpoint = folder.config.telemetry.otlp_endpoint
+        self._telemetry = Telemetry(exporter(endpoint)) if endpoint else None
         self._interrupts, self._status = 0, 0
         self._interrupted = asyncio.Event()
         self._finished = asyncio.Event()
@@ -108,7 +110,14 @@ class _Run:
                 self.say(f"resumed for the {lead.resumed}. time")
             why = await self._until_over(lead)
             await lead.finish(why, len(self._view.finished_steps()))
+        if self._telemetry:
+            await self._tell_traces(self._telemetry)
         return self._conclude(why)
+
+    async def _tell_traces(self, telemetry: Telemetry) -> None:
+        await telemetry.close()
+        lost = f", {telemetry.failed} could not be (the journal has them: rl360 trace)" if telemetry.failed else ""
+        self.say(f"traces             {telemetry.sent} spans exported{lost}")
 
     def _heed_signals(self) -> None:
         ends = [signal.SIGINT, signal.SIGTERM]
@@ -151,13 +160,11 @@ class _Run:
         return next(why for task, why in ends.items() if task in done)
 
     async def _follow(self, lead: Lead) -> None:
-        endpoint = self._folder.config.telemetry.otlp_endpoint
-        telemetry = Telemetry(exporter(endpoint)) if endpoint else None
         async for record in lead.bus.follow(stop=asyncio.Event()):
             self._view.on(record)
             lead.seen(record)
-            if telemetry:
-                telemetry.on(record)
+            if self._telemetry:
+                self._telemetry.on(record)
             if isinstance(record.event, ev.RunFinished) and record.event.why == "steps":
                 self._finished.set()
 

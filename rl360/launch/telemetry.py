@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from rl360.bus import events as ev
 from rl360.bus.codec import Recorded
 from rl360.launch.trace import Span, spans_of
+from rl360.trainer.metrics import belongs
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,12 @@ def exporter(endpoint: str) -> SpanExporter:
 
 
 class Telemetry:
-    """Keeps the events of the open steps; exports a step's attempts when the step closes."""
+    """Keeps the events of open steps and evaluations; exports the attempts of each when it closes; later ones are the journal's alone."""
 
     def __init__(self, target: SpanExporter) -> None:
         self._target = target
-        self._records: dict[int, list[Recorded]] = defaultdict(list)
+        self._records: dict[tuple[ev.Purpose, int], list[Recorded]] = defaultdict(list)
+        self._closed: set[tuple[ev.Purpose, int]] = set()
         self._sending: set[asyncio.Task[None]] = set()
         self.failed = 0
         self.sent = 0
@@ -46,11 +48,13 @@ class Telemetry:
     def on(self, recorded: Recorded) -> None:
         """Fold one event; exporting happens in a thread."""
         event = recorded.event
-        if event.step < 0:
+        key = belongs(event), event.step
+        if event.step < 0 or key in self._closed:
             return
-        self._records[event.step].append(recorded)
-        if isinstance(event, ev.StepClosed) and event.purpose is ev.Purpose.TRAIN:
-            task = asyncio.get_running_loop().create_task(self._send(self._records.pop(event.step)))
+        self._records[key].append(recorded)
+        if isinstance(event, ev.StepClosed):
+            self._closed.add(key)
+            task = asyncio.get_running_loop().create_task(self._send(self._records.pop(key)))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
@@ -61,12 +65,16 @@ class Telemetry:
 
     async def _send(self, records: list[Recorded]) -> None:
         spans = [_readable(s) for s in _all_spans(records)]
-        result = await asyncio.to_thread(self._target.export, spans)
-        if result is SpanExportResult.SUCCESS:
+        try:
+            result = await asyncio.to_thread(self._target.export, spans)
+            why = "" if result is SpanExportResult.SUCCESS else "the collector did not take them"
+        except OSError as e:  # older exporters raise what `requests` raises; none of it may stop training
+            why = f"{type(e).__name__}: {e}"
+        if not why:
             self.sent += len(spans)
-        else:
-            self.failed += len(spans)
-            log.warning("%d spans could not be exported; training goes on", len(spans))
+            return
+        self.failed += len(spans)
+        log.warning("%d spans could not be exported (%s); training goes on", len(spans), why)
 
 
 def _all_spans(records: list[Recorded]) -> list[Span]:
