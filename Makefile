@@ -6,6 +6,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.rl360-installed
 DEV_STAMP := $(VENV)/.rl360-dev-installed
 RECIPE ?= recipes/tiny.toml
+# Tests at once. Files stay together, whole runs are shared out one by one (tests/conftest.py).
+JOBS ?= 2
+PYTEST := $(PY) -m pytest tests -n $(JOBS) --dist loadgroup
 
 .PHONY: setup setup-dev run test check fast format schemas clean
 
@@ -26,17 +29,17 @@ run: setup
 	$(VENV)/bin/rl360 run $(RECIPE) $(ARGS)
 
 test:
-	$(PY) -m pytest tests $(ARGS)
+	$(PYTEST) $(ARGS)
 
 fast:
-	$(PY) -m pytest tests -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 check:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest tests -m 'not slow' -x
+	$(PYTEST) -m 'not slow' -x
 
 format:
 	$(VENV)/bin/ruff check --fix .

@@ -45,6 +45,14 @@ class NatsServer:
             self.process.wait(10)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs side by side: files, whose tests share what is dear to make; whole runs one by one; all tests of the Docker daemon."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = "docker" if file.startswith("tests/docker/") else item.nodeid if item.get_closest_marker("slow") else file
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path_factory.mktemp("nats"))
