@@ -52,6 +52,9 @@ def check(sandbox: BwrapSandbox, place: Path) -> None:
         sandbox.exec(f"echo hi > /dev/tcp/127.0.0.1/{listener.getsockname()[1]}", 5)
         with listener.accept()[0] as connection:
             assert connection.recv(3) == b"hi\n"
+    assert sandbox.exec("touch /dev/x; echo hi > /dev/null", 5).output.endswith("Read-only file system\n")
+    for folder in ("/tmp", "/root", "/dev/shm", "/logs"):
+        assert "No space left" in sandbox.exec(f"cd {folder} && seq 20000 | xargs touch", 10).output, folder
     assert "No space left" in sandbox.exec("head -c 20000000 /dev/zero > big; rm big", 5).output
     sandbox.exec("kill -9 -1; kill -9 1", 5)
     sandbox.exec("bomb() { bomb | bomb & }; bomb; sleep 0.2", 2)

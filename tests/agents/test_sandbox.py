@@ -144,6 +144,21 @@ def test_a_full_workdir_refuses_what_goes_beyond_it_and_the_sandbox_lives(sandbo
     assert sandbox.oom_kills() == 0
 
 
+@pytest.mark.parametrize("folder", ["/tmp", "/root", "/dev/shm", "/logs"])
+def test_empty_files_fill_the_folders_in_memory_and_leave_the_memory_limit_alone(sandboxes: Sandboxes, task: Task, folder: str) -> None:
+    sandbox = sandboxes.start(task, memory_mb=64)
+    assert "No space left" in sandbox.exec(f"cd {folder} && seq 20000 | xargs touch", 20).output
+    assert (sandbox.exec("echo alive", 5).output, sandbox.oom_kills()) == ("alive\n", 0)
+
+
+def test_nobody_inside_can_lift_the_bounds_of_a_folder(sandbox: Sandbox) -> None:
+    before = sandbox.exec("grep -E '/tmp|/root|/dev/shm|/logs' /proc/mounts", 5).output
+    assert before.count("nr_inodes=") == 4
+    sandbox.exec("for f in /tmp /root /dev/shm /logs; do mount -n -i -o remount,size=1g,nr_inodes=0 tmpfs $f; done", 5)
+    sandbox.exec("unshare -Urm mount -n -i -o remount,size=1g,nr_inodes=0 tmpfs /tmp", 5)
+    assert sandbox.exec("grep -E '/tmp|/root|/dev/shm|/logs' /proc/mounts", 5).output == before
+
+
 def test_empty_files_fill_a_workdir_too(sandboxes: Sandboxes, task: Task) -> None:
     sandbox = sandboxes.start(task, storage_mb=1)
     assert "No space left" in sandbox.exec("touch $(seq 5000)", 20).output

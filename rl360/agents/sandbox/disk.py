@@ -37,6 +37,15 @@ _LATE: Final = "the sandbox's disk was not mounted in time"
 _REMEDY: Final = "mounting a tmpfs takes root, or user namespaces for everybody"
 
 
+def files_in(size: int) -> int:
+    """How many files and folders a tmpfs of `size` bytes may hold.
+
+    >>> files_in(64 << 20), files_in(1)
+    (16384, 1024)
+    """
+    return max(_LEAST_INODES, size // _BYTES_PER_INODE)
+
+
 class Disk:
     """Mounted over `folder`, for its own namespace alone: `root` is the way there for this process.
 
@@ -46,7 +55,7 @@ class Disk:
     def __init__(self, host: Host, folder: Path, *, size: int, beside: int, timeout: float) -> None:
         """Raises InfraError; leaves nothing then."""
         self._host = host
-        sizes = [(b, max(_LEAST_INODES, b // _BYTES_PER_INODE)) for b in (beside, size)]
+        sizes = [(b, files_in(b)) for b in (beside, size)]
         self._holder = _Thread(folder, sizes, timeout) if host.rooted else _Process(host, folder, sizes, timeout)
         self._way = f"/proc/{self._holder.id}/root"
         self.root = Path(f"{self._way}{folder.absolute()}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,6 @@ _UIDS: Final = 4096
 _USER_UID: Final = 1000
 """Inside a user namespace, where we are not root."""
 
-_MEMORY_FOLDERS: Final = {"/tmp": 4, "/root": 8, "/dev/shm": 8, "/logs": 16}
-"""Writable folders in memory, each of one part in so many of the memory limit: together they can't use it up."""
-
 _NODES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _TOP: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
@@ -47,7 +43,6 @@ class Host:
     env: str
     cat: str
     rooted: bool
-    sized_tmpfs: bool
     hierarchy: Hierarchy | None
 
     def uid_of(self, number: int) -> int:
@@ -69,8 +64,11 @@ class Host:
         script += f'{joins}shift {len(group.join_files)}; exec "$@"'
         return [self.shell, "-c", script, "sandbox", *group.join_files, *argv]
 
-    def namespaces(self, uid: int, limits: Limits) -> list[str]:
-        """bwrap and the part of its arguments that every sandbox shares: a read-only system, nothing of ours, no network."""
+    def namespaces(self, uid: int, folders: Sequence[str]) -> list[str]:
+        """bwrap and the part of its arguments that every sandbox shares: a read-only system, nothing of ours, no network.
+
+        `folders` mounts what may be written, some of it below /dev, which may not.
+        """
         argv = [
             self.bwrap,
             "--unshare-pid",
@@ -90,10 +88,7 @@ class Host:
             argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid), "--perms", "0755", "--tmpfs", "/dev"]
             argv += [x for node in _NODES for x in ("--dev-bind", f"/dev/{node}", f"/dev/{node}")]
             argv += ["--symlink", "/proc/self/fd", "/dev/fd"]
-        for folder, part in _MEMORY_FOLDERS.items():
-            size = ["--size", str((limits.memory_mb << 20) // part)] if self.sized_tmpfs else []
-            argv += [*size, "--perms", "1777", "--tmpfs", folder]
-        return [*argv, "--symlink", "../tmp", "/var/tmp"]
+        return [*argv, *folders, "--remount-ro", "/dev", "--symlink", "../tmp", "/var/tmp"]
 
     def enter(self, pid: int, uid: int, env: Mapping[str, str]) -> list[str]:
         """Argv that runs what follows it inside the namespaces of process `pid`, in its folder, with no privilege and no way to gain one.
@@ -135,7 +130,6 @@ def detect() -> Host:
         env=programs["env"],
         cat=programs["cat"],
         rooted=os.geteuid() == 0 and _starts([programs["bwrap"], "--unshare-pid", "--ro-bind", "/", "/", "true"]),
-        sized_tmpfs=_version(programs["bwrap"]) >= (0, 7),
         hierarchy=hierarchy,
     )
 
@@ -152,11 +146,6 @@ def _program(name: str) -> str:
         remedy = f"install the package {_PACKAGES[name]} (Debian, Ubuntu: apt-get install {_PACKAGES[name]})"
         raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, f"{name} is not in {PATH}: {remedy}")
     return found
-
-
-def _version(bwrap: str) -> tuple[int, ...]:
-    said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
-    return tuple(int(n) for n in re.findall(r"\d+", said))
 
 
 def _starts(argv: list[str]) -> bool:

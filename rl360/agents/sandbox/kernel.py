@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Final
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_CLONE_FS: Final = 0x200
 _CLONE_NEWNS: Final = 0x20000
 _CLONE_NEWNET: Final = 0x40000000
 _MS_REC_PRIVATE: Final = 0x4000 | 0x40000
+_MS_REMOUNT: Final = 0x20
+_MS_NOSUID_NODEV: Final = 0x2 | 0x4
 _PR_SET_NO_NEW_PRIVS: Final = 38
 
 
@@ -22,6 +25,20 @@ def own_mounts() -> None:
 
 def mount_tmpfs(folder: Path, options: str) -> None:
     _checked(_libc.mount(b"rl360", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options.encode()))
+
+
+def enter_mounts(pid: int) -> None:
+    """From here on this thread has the mounts of process `pid`, root folder and all. Takes root; a thread goes there to end there."""
+    _checked(_libc.unshare(_CLONE_FS))  # its root and its folder are shared with no other thread now
+    namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _checked(_libc.setns(namespace, _CLONE_NEWNS))
+    finally:
+        os.close(namespace)
+
+
+def remount_tmpfs(folder: str, options: str) -> None:
+    _checked(_libc.mount(None, folder.encode(), None, ctypes.c_ulong(_MS_REMOUNT | _MS_NOSUID_NODEV), options.encode()))
 
 
 def no_new_privs() -> None:

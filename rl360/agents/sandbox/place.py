@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from rl360.agents.outcomes import InfraError
-from rl360.agents.sandbox import kernel
+from rl360.agents.sandbox import folders, kernel
 from rl360.agents.sandbox.base import LABEL, PATH, ExecResult, Limits
 from rl360.agents.sandbox.cgroups import Cgroup
 from rl360.agents.sandbox.disk import Disk
@@ -53,7 +53,8 @@ class Place:
 
     def start(self, read_only: Mapping[str, Path], writable: Mapping[str, Path], timeout: float) -> None:
         """Make the namespaces. Raises InfraError."""
-        argv = self._host.namespaces(self._uid, self._limits)
+        end = time.monotonic() + timeout
+        argv = self._host.namespaces(self._uid, folders.mounted())
         argv += [x for inside, folder in writable.items() for x in ("--bind", self._disk.path_inside(folder), inside)]
         argv += [x for inside, folder in read_only.items() for x in ("--ro-bind", self._disk.path_inside(folder), inside)]
         argv += ["--remount-ro", "/", "--setenv", LABEL, self._label, "--chdir", self._cwd, "--info-fd", "{info}", "--as-pid-1"]
@@ -64,6 +65,7 @@ class Place:
                 raise self._gone()
             # The label is there from the first moment, so a sweep finds it even half-way.
             self._space = Space(argv, {"PATH": PATH, LABEL: self._label}, self._info, timeout)
+            folders.bound(self._host, self._disk, self._space.pid, self._limits, max(0.0, end - time.monotonic()))
 
     def exec(self, argv: Sequence[str], env: Mapping[str, str], timeout: float) -> ExecResult:
         """Run `argv` inside. Raises InfraError when the place is gone."""
