@@ -45,6 +45,7 @@ class NatsServer:
             self.process.wait(10)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs side by side: files, whose tests share what is dear to make; whole runs one by one; all tests of the Docker daemon."""
     for item in items:
