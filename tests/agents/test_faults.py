@@ -115,6 +115,18 @@ async def test_attempts_that_no_fault_strikes_are_unharmed(stage: Stage) -> None
     assert all(o.reward == 1.0 for o in outcomes.values() if isinstance(o, VerifierResult))
 
 
+async def test_s14_an_agent_that_stops_whatever_comes_is_no_fault_of_the_sandbox(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "PROBE_SECONDS", 1.0)
+    await stage.admit()
+    stops = "(setsid bash -c 'while :; do kill -STOP -1; done' >/dev/null 2>&1 &)"
+    async with stage.running(agent={"script": [SOLVE, stops, "true", "x" * 200_000], "command_timeout": 1.0}):
+        outcome = await stage.verified()
+    assert (outcome.reward, outcome.agent_end) == (1.0, AgentEnd.SUBMITTED)
+
+
 async def test_s14_a_command_of_the_agents_that_takes_too_long_is_no_fault_of_the_sandbox(stage: Stage) -> None:  # noqa: F811
     await stage.admit()
     async with stage.running(

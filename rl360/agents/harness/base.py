@@ -17,6 +17,10 @@ from rl360.config import Agent
 DEADLINE: Final = "RL360_DEADLINE"
 """Environment variable of every command: the agent's deadline in unix seconds (S15)."""
 
+_LONGEST: Final = 128 << 10
+"""Bytes of one argument that Linux takes (MAX_ARG_STRLEN), its closing NUL among them."""
+_CANNOT_RUN: Final = 126
+
 PROBE_SECONDS: Final = 5.0
 """A sandbox in which `true` takes longer has hung. Nothing that an agent left running inside slows it that much."""
 
@@ -45,13 +49,36 @@ class Assignment:
     def command(self, text: str, env: Mapping[str, str] | None = None) -> ExecResult:
         """Run a command of the agent's for at most `agent.command_timeout` seconds.
 
-        One that ran out of them may be the agent's doing; a sandbox in which not even `true` ends is not (S13, S14).
+        One that ran out of them may be the agent's doing, and so is a sandbox in which `true` ends once what the agent left
+        running is dead: it may stop every process that comes. One in which not even then `true` ends is not (S13, S14).
         Raises InfraError for the sandbox's failures.
         """
+        if why := _unfit(text):
+            return ExecResult(_CANNOT_RUN, f"bash: {why}\n")
         result = self.sandbox.exec(text, self.config.command_timeout, {**self.env, **(env or {})})
-        if result.timed_out and self.sandbox.exec("true", PROBE_SECONDS).timed_out:
-            raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the sandbox hangs: `true` did not end in {PROBE_SECONDS:g} s")
+        if result.timed_out and self._hangs():
+            self.sandbox.kill_commands()
+            if self._hangs():
+                raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the sandbox hangs: `true` did not end in {PROBE_SECONDS:g} s")
         return result
+
+    def _hangs(self) -> bool:
+        return self.sandbox.exec("true", PROBE_SECONDS).timed_out
+
+
+def _unfit(command: str) -> str:
+    """Why no kernel starts a shell with this command; "" when one does.
+
+    >>> _unfit("echo \\0"), _unfit("x" * 200_000)
+    ('the command holds a NUL', 'Argument list too long')
+    """
+    if "\0" in command:
+        return "the command holds a NUL"
+    try:
+        size = len(command.encode())
+    except UnicodeEncodeError:
+        return "the command is no text"
+    return "Argument list too long" if size >= _LONGEST else ""
 
 
 class Harness(Protocol):

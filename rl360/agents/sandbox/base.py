@@ -73,6 +73,10 @@ class Sandbox(Protocol):
         """A socket that listens on a free port of the sandbox's own 127.0.0.1; nothing else of the network is inside."""
         ...
 
+    def kill_commands(self) -> None:
+        """Kill what commands left running, stopped or not; the place stays, and commands can be run in it."""
+        ...
+
     def kill_all(self) -> float:
         """Kill every process inside, see that none is left, and return when that was (unix seconds)."""
         ...

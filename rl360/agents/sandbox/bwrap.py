@@ -80,6 +80,9 @@ class BwrapSandbox:
         with boundary(Boundary.SANDBOX):
             return self._started().listen(_LISTEN_SECONDS)
 
+    def kill_commands(self) -> None:
+        self._started().kill_commands()
+
     def kill_all(self) -> float:
         self._started().kill_all()
         self._dead_at = self._dead_at or time.time()

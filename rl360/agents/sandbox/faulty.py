@@ -63,6 +63,9 @@ class FaultySandbox:
     def listen(self) -> socket.socket:
         return self._inner.listen()
 
+    def kill_commands(self) -> None:
+        self._inner.kill_commands()
+
     def kill_all(self) -> float:
         return self._inner.kill_all()
 

@@ -25,6 +25,7 @@ from rl360.agents.sandbox.base import LABEL, PATH, ExecResult, Limits
 from rl360.agents.sandbox.cgroups import Cgroup
 from rl360.agents.sandbox.disk import Disk
 from rl360.agents.sandbox.host import Host
+from rl360.agents.sandbox.others import kill_others
 from rl360.agents.sandbox.process import Captured, capture, status_of, text
 from rl360.agents.sandbox.space import KILL_SECONDS, Space
 from rl360.bus.events import Boundary, Cause
@@ -93,6 +94,10 @@ class Place:
             subprocess.run(argv, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=True)
             _, (fd, *_), _, _ = socket.recv_fds(ours, 1, 1)
         return socket.socket(fileno=fd)
+
+    def kill_commands(self) -> None:
+        """Kill everything inside but the first process. Raises InfraError when the place is gone."""
+        kill_others(self._alive().pid)
 
     def kill_all(self) -> None:
         """Kill everything inside and see that nothing is left; nothing starts after it. Raises InfraError.

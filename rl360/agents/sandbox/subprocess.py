@@ -66,6 +66,9 @@ class SubprocessSandbox:
     def listen(self) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=64)
 
+    def kill_commands(self) -> None:
+        self._kill_labelled()
+
     def kill_all(self) -> float:
         self._killed.set()
         self._kill_labelled()

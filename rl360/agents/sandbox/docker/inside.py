@@ -12,6 +12,7 @@ from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox import kernel
 from rl360.agents.sandbox.base import LABEL
 from rl360.agents.sandbox.cgroups import ROOT, Cgroup
+from rl360.agents.sandbox.others import kill_others
 from rl360.bus.events import Boundary, Cause
 
 _REMEDY: Final = 'run the runner as root on the daemon\'s machine (in a container: pid: host), or use harness = "mini_swe"'
@@ -42,6 +43,16 @@ def listen_in(pid: int, label: str) -> socket.socket:
         why = f"no listener in the sandbox's network: {failed[0]}; {_REMEDY}"
         raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, why, exception=type(failed[0]).__name__)
     return made[0]
+
+
+def kill_in(pid: int, label: str) -> None:
+    """Kill all but the first process, `pid`, of a container; nothing when it isn't this machine's."""
+    try:
+        ours = f"{LABEL}={label}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return
+    if ours:
+        kill_others(pid)
 
 
 def oom_kills(container: str, state: Mapping[str, Any]) -> int:

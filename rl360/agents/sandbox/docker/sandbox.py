@@ -23,7 +23,7 @@ from rl360.agents.sandbox.docker.archive import MAX_BYTES, HostileArchive, pack,
 from rl360.agents.sandbox.docker.container import PUBLIC, Making, create
 from rl360.agents.sandbox.docker.engine import ATTEMPT, CALL_SECONDS, LEASE, RUN, SANDBOX, Engine
 from rl360.agents.sandbox.docker.images import Images, Source
-from rl360.agents.sandbox.docker.inside import listen_in, oom_kills
+from rl360.agents.sandbox.docker.inside import kill_in, listen_in, oom_kills
 from rl360.agents.sandbox.docker.sealed import until_end
 from rl360.agents.sandbox.docker.stream import hijack
 from rl360.agents.sandbox.leases import Lease, remove_tree
@@ -101,6 +101,11 @@ class DockerSandbox:
         made = self._started().container
         with self._explained(made):
             return listen_in(int(self._engine.state(made)["Pid"]), self._lease.label(self.id))
+
+    def kill_commands(self) -> None:
+        made = self._started().container
+        with self._explained(made):
+            kill_in(int(self._engine.state(made)["Pid"]), self._lease.label(self.id))
 
     def kill_all(self) -> float:
         made = self._started(killed=True).container
