@@ -6,9 +6,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.rl360-installed
 DEV_STAMP := $(VENV)/.rl360-dev-installed
 RECIPE ?= recipes/tiny.toml
-# Tests at once. Files stay together, whole runs are shared out one by one (tests/conftest.py).
+# Tests at once; what goes together: tests/conftest.py.
 JOBS ?= 2
-PYTEST := $(PY) -m pytest tests -n $(JOBS) --dist loadgroup
+PYTEST := $(PY) -m pytest tests -n $(JOBS)
 
 .PHONY: setup setup-dev run test check fast format schemas clean
 

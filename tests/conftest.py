@@ -11,11 +11,23 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from rl360.bus import nats_server
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.ports import free_ports
+
+
+class SideBySide(LoadScopeScheduling):
+    """What runs at once (`make test`): files, whose tests share what is dear to make; whole runs one by one; all tests of the one Docker
+    daemon together. By name, since xdist 3.8 can't mark the groups of pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/docker/"):
+            return "tests/docker"
+        return nodeid if nodeid.startswith("tests/launch/") else nodeid.partition("::")[0]
 
 
 class NatsServer:
@@ -45,13 +57,9 @@ class NatsServer:
             self.process.wait(10)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs side by side: files, whose tests share what is dear to make; whole runs one by one; all tests of the Docker daemon."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = "docker" if file.startswith("tests/docker/") else item.nodeid if item.get_closest_marker("slow") else file
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return SideBySide(config, log)
 
 
 @pytest.fixture(scope="session")
