@@ -1,7 +1,7 @@
 """What is kept of a dead agent's workdir: copied file by file, nothing followed, nothing but plain files, bounded.
 
-The agent chose every name, link and size in there. It is dead, so nothing changes while it is looked at; a link on the way
-to a file, a device, a pipe and what goes beyond the bounds is left out and noted.
+The agent chose every name, link, mode and size in there. It is dead, so nothing changes while it is looked at; a link on the
+way to a file, a device, a pipe, what can't be read and what goes beyond the bounds is left out and noted: none of it is a failure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rl360.agents.tasks import Task
 MAX_BYTES: Final = 64 << 20
 MAX_ENTRIES: Final = 10_000
 MAX_DEPTH: Final = 64
+MAX_PATH: Final = 1024
+"""Bytes of a path inside: whatever folder of ours comes before it, the kernel takes the whole."""
 MANIFEST: Final = "manifest.json"
 _CHUNK: Final = 1 << 20
 
@@ -44,7 +46,8 @@ class Copying:
     noted: list[Entry] = field(default_factory=list[Entry])
 
     def note(self, path: PurePosixPath, size: int = 0, refused: str = "") -> None:
-        self.noted.append(Entry(path=str(path), bytes=size, refused=refused))
+        text = os.fsencode(path).decode(errors="backslashreplace")  # a name may be any bytes
+        self.noted.append(Entry(path=text, bytes=size, refused=refused))
 
 
 def collect(workdir: Path, task: Task, into: Path) -> tuple[Entry, ...]:
@@ -82,33 +85,46 @@ def copy(root: Path, inside: PurePosixPath, into: Path, to: PurePosixPath, copyi
         if not _is_folder(source):
             return copying.note(to, refused="a part of its path is missing or no folder")
     source = root / inside
-    if not source.is_symlink() and not source.exists():
+    if not os.path.lexists(source):
         return copying.note(to, refused="missing")
-    (into / to).parent.mkdir(parents=True, exist_ok=True)
-    _copy(source, into / to, to, copying, exclude, 0)
+    try:
+        (into / to).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source, into / to, to, copying, exclude, 0)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        copying.note(to, refused="another artifact lies in its way")
 
 
 def _copy(source: Path, target: Path, name: PurePosixPath, copying: Copying, exclude: Sequence[str], depth: int) -> None:
-    info = source.lstat()
     copying.entries -= 1
     if copying.entries < 0 or depth > MAX_DEPTH:
         if copying.entries >= -1:
             copying.note(name, refused=f"beyond {MAX_ENTRIES} entries or {MAX_DEPTH} folders deep; so is what follows")
-    elif stat.S_ISDIR(info.st_mode):
+        return
+    if len(os.fsencode(name)) > MAX_PATH:
+        return copying.note(name, refused=f"a path of more than {MAX_PATH} bytes")
+    try:
+        mode = source.lstat().st_mode
+        entries = sorted(os.listdir(source)) if stat.S_ISDIR(mode) else []
+    except OSError as e:
+        return copying.note(name, refused=f"can't be read: {e.strerror}")
+    if stat.S_ISDIR(mode):
         target.mkdir(exist_ok=True)
-        for entry in sorted(os.listdir(source)):
+        for entry in entries:
             if not any(fnmatch.fnmatchcase(entry, pattern) for pattern in exclude):
                 _copy(source / entry, target / entry, name / entry, copying, exclude, depth + 1)
-    elif stat.S_ISREG(info.st_mode):
+    elif stat.S_ISREG(mode):
         _copy_file(source, target, name, copying)
-    elif stat.S_ISLNK(info.st_mode) and copying.links and not target.exists():
+    elif stat.S_ISLNK(mode) and copying.links and not target.exists():
         os.symlink(os.readlink(source), target)
     else:
-        copying.note(name, refused="a link" if stat.S_ISLNK(info.st_mode) else "a device, a pipe or a socket")
+        copying.note(name, refused="a link" if stat.S_ISLNK(mode) else "a device, a pipe or a socket")
 
 
 def _copy_file(source: Path, target: Path, name: PurePosixPath, copying: Copying) -> None:
-    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        return copying.note(name, refused=f"can't be read: {e.strerror}")
     with os.fdopen(fd, "rb") as reading:
         info = os.fstat(fd)
         if info.st_size > copying.bytes:  # a hole counts as what it pretends to hold
@@ -130,10 +146,12 @@ def _is_folder(path: Path) -> bool:
 
 def _open_up(path: Path, root: Path) -> None:
     """Let any user of the place read and change it, and come to it."""
+    if not path.exists():
+        return  # it was refused
     for parent in path.parents:
         if parent == root:
             break
         parent.chmod(0o777)
-    for each in (path, *path.rglob("*")) if path.is_dir() else (path,) if path.exists() else ():
+    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
         if not each.is_symlink():
             each.chmod(0o777 if each.is_dir() else each.stat().st_mode & 0o111 | 0o666)

@@ -11,12 +11,15 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Final
 
 from rl360.agents.artifacts import Copying, copy
 from rl360.agents.staging import Staged, size_of
 from rl360.agents.tasks import MAX_BYTES, Task
 from rl360.agents.verify import Verdict
 from rl360.bus.events import StepVerdict
+
+_BYTES_A_FILE: Final = 4096
 
 
 def over(task: Task, reward: float) -> bool:
@@ -67,12 +70,12 @@ class Walk:
         return task, replace(staged, environment=folder, size=size_of(folder))
 
     def leave(self, workdir: Path) -> None:
-        """Keep the workdir of a dead agent for the next step. Devices and what is beyond 256 MiB stay behind."""
+        """Keep the workdir of a dead agent for the next step. Devices and what is beyond 256 MiB or 65,536 files stay behind."""
         if not self.last:
-            kept = self._folder("left")
+            kept, copying = self._folder("left"), Copying(entries=MAX_BYTES // _BYTES_A_FILE, bytes=MAX_BYTES, links=True)
             for entry in sorted(workdir.iterdir()):
                 name = PurePosixPath(entry.name)
-                copy(workdir, name, kept, name, Copying(bytes=MAX_BYTES, links=True))
+                copy(workdir, name, kept, name, copying)
             self._workdir = kept
 
     def judged(self, verdict: Verdict) -> bool:

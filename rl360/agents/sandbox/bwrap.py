@@ -86,6 +86,7 @@ class BwrapSandbox:
     def kill_all(self) -> float:
         self._started().kill_all()
         self._dead_at = self._dead_at or time.time()
+        self.workdir.chmod(self.workdir.stat().st_mode | 0o711)  # an agent may have closed it to everybody
         return self._dead_at
 
     def run_sealed(self, run: Sealed, timeout: float) -> ExecResult:
@@ -94,7 +95,6 @@ class BwrapSandbox:
         end = time.monotonic() + timeout
         for folder in run.writable.values():
             self._own(folder)
-        self.workdir.chmod(self.workdir.stat().st_mode | 0o711)  # an agent may have closed it to everybody
         place = self._sealed = self._new_place()
         try:
             place.start(run.read_only, {self._inside: self.workdir, **run.writable}, timeout)
