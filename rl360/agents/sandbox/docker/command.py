@@ -16,7 +16,7 @@ from typing import Final
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import OUTPUT_LIMIT, ExecResult
 from rl360.agents.sandbox.docker.engine import CALL_SECONDS, Engine
-from rl360.agents.sandbox.docker.stream import Frames, hijack
+from rl360.agents.sandbox.docker.stream import Kept, follow, hijack
 from rl360.agents.sandbox.process import FLOOD_LIMIT, text
 from rl360.bus.events import Boundary, Cause
 
@@ -36,7 +36,6 @@ _WRAPPER: Final = r"""echo $$; /bin/bash -c "$1" bash 2>&1 </dev/null; s=$?; pri
 
 _KILL_SECONDS: Final = 10.0
 _NOTICE_SECONDS: Final = 0.5
-_CHUNK: Final = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class Said:
     def __init__(self, nonce: str, keep: int = OUTPUT_LIMIT) -> None:
         self._mark = b"\0" + nonce.encode() + b" "
         self._keep = keep
-        self._kept = bytearray()
+        self._kept = Kept(keep)
         self._tail = b""  # the last bytes, in which the mark may begin
-        self._total = 0
         self.group: int | None = None
         self.status: int | None = None
 
@@ -81,26 +79,22 @@ class Said:
         if at >= 0:
             rest = data[at + len(self._mark) :]
             if rest.endswith(b"\n"):
-                self._add(data[:at])
+                self._kept.add(data[:at])
                 self._tail, self.status = b"", int(rest) if rest.strip().isdigit() else 255
                 return
             hold = len(data) - at
         else:
             hold = min(len(data), len(self._mark) - 1)
-        self._add(data[: len(data) - hold])
+        self._kept.add(data[: len(data) - hold])
         self._tail = data[len(data) - hold :]
-
-    def _add(self, data: bytes) -> None:
-        self._total += len(data)
-        self._kept += data[: max(0, self._keep - len(self._kept))]
 
     @property
     def total(self) -> int:
-        return self._total + (len(self._tail) if self.group is not None else 0)
+        return self._kept.total + (len(self._tail) if self.group is not None else 0)
 
     @property
     def output(self) -> bytes:
-        return bytes(self._kept + (self._tail if self.group is not None else b""))[: self._keep]
+        return (self._kept.data + (self._tail if self.group is not None else b""))[: self._keep]
 
 
 def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: str) -> ExecResult:
@@ -112,20 +106,8 @@ def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: s
     made = engine.api.exec_create(held.container, argv, environment=dict(env), workdir=cwd)["Id"]
     link, rest = hijack(engine.address, f"/exec/{made}/start", {"Detach": False, "Tty": False}, CALL_SECONDS)
     with link:
-        said, frames, ended = Said(nonce), Frames(), False
-        for _, piece in frames.feed(rest):
-            said.feed(piece)
-        while said.status is None and said.total <= FLOOD_LIMIT and (left := deadline - time.monotonic()) > 0:
-            link.settimeout(left)
-            try:
-                data = link.recv(_CHUNK)
-            except TimeoutError:
-                continue
-            if not data:
-                ended = True
-                break
-            for _, piece in frames.feed(data):
-                said.feed(piece)
+        said = Said(nonce)
+        ended = follow(link, rest, deadline, said.feed, lambda: said.status is not None or said.total > FLOOD_LIMIT)
     if said.status is not None:
         return ExecResult(said.status, text(said.output), said.total > OUTPUT_LIMIT)
     if ended:

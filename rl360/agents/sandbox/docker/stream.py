@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 _MAX_HEAD: Final = 64 << 10
 _FRAME: Final = 8
+_CHUNK: Final = 256 << 10
 STDOUT: Final = 1
 STDERR: Final = 2
 
@@ -41,6 +43,26 @@ def hijack(address: str, path: str, body: Mapping[str, Any] | None, timeout: flo
     return link, rest
 
 
+def follow(link: socket.socket, rest: bytes, deadline: float, take: Callable[[bytes], None], enough: Callable[[], bool]) -> bool:
+    """Give `rest` and what comes over the connection to `take`, until there is `enough` or `deadline` (monotonic seconds) is over.
+
+    Whether the daemon ended the stream before. Raises OSError, and ValueError for what are no frames.
+    """
+    frames, data = Frames(), rest
+    while True:
+        for _, piece in frames.feed(data):
+            take(piece)
+        if enough() or (left := deadline - time.monotonic()) <= 0:
+            return False
+        link.settimeout(left)
+        try:
+            data = link.recv(_CHUNK)
+        except TimeoutError:
+            return False
+        if not data:
+            return True
+
+
 def _connect(address: str, timeout: float) -> socket.socket:
     at = urlsplit(address)
     if at.scheme == "unix":
@@ -55,6 +77,23 @@ def _connect(address: str, timeout: float) -> socket.socket:
     if at.scheme not in ("tcp", "http") or at.hostname is None:
         raise OSError(f"DOCKER_HOST {address!r}: only unix:// and plain tcp:// are supported; forward the daemon's socket (ssh -L)")
     return socket.create_connection((at.hostname, at.port or 2375), timeout)
+
+
+class Kept:
+    """The first `keep` bytes of an output, and the number of all of them. Pure."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._kept = bytearray()
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        self._kept += data[: max(0, self._keep - len(self._kept))]
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self._kept)
 
 
 class Frames:
