@@ -44,9 +44,10 @@ class FakeSession:
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
     refuse_close: bool = False
+    lists: int = 0  # times that somebody asked for the models
 
     async def __aenter__(self) -> FakeSession:
-        app = web.Application()
+        app = web.Application(client_max_size=32 << 20)
         app.router.add_post("/sessions", self._open)
         app.router.add_delete("/sessions/{id}", self._close)
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
@@ -82,6 +83,7 @@ class FakeSession:
         return web.json_response({"session": session, "reason": reason, "turns": 1, "branches": 1})
 
     async def _models(self, _: web.Request) -> web.Response:
+        self.lists += 1
         return web.json_response({"object": "list", "data": [{"id": "policy"}]})
 
     async def _chat(self, request: web.Request) -> web.Response:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from rl360.agents.harness import gate
 from rl360.agents.harness.base import Assignment
 from rl360.agents.harness.openai_url import OpenAiUrl
 from rl360.agents.outcomes import InfraError
@@ -113,6 +115,82 @@ async def test_it_gets_no_more_turns_than_the_recipe_gives(sandboxes: Sandboxes,
     async with FakeSession(lambda _: text("x")) as session:
         assert await act(sandboxes, task, session, "python3 agent.py 9 2>/dev/null", max_turns=3) is AgentEnd.TURNS
         assert len(session.requests) == 3
+
+
+FLOOD = """
+import os, socket, sys, threading, time
+sys.path.insert(0, "/app")
+place = ("127.0.0.1", int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]))
+head = b"POST /v1/%s HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: %d\\r\\n\\r\\n"
+held, end = [], time.time() + 2
+def hold(data):
+    while time.time() < end:
+        try:
+            held.append(socket.create_connection(place, timeout=0.1))
+            held[-1].sendall(data)
+        except OSError:
+            pass
+def churn(path):
+    while time.time() < end:
+        try:
+            with socket.create_connection(place, timeout=0.1) as link:
+                link.sendall(b"GET /v1/" + path + b" HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+                link.recv(4096)
+        except OSError:
+            pass
+half = head % (b"models", 30_000_000) + bytes(20_000_000)
+for work in ((hold, b""), (hold, half), (churn, b"models"), (churn, b"embeddings")):
+    threading.Thread(target=work[0], args=(work[1],), daemon=True).start()
+time.sleep(2.2)
+for link in held:
+    link.close()
+print(len(held), file=open("held", "w"))
+os.execvp("python3", ["python3", "agent.py", "1"])
+"""
+
+
+def in_use() -> tuple[int, int]:
+    """Descriptors and MiB of this process."""
+    return len(os.listdir("/proc/self/fd")), int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+
+async def watch(seen: list[tuple[int, int]]) -> None:
+    while True:
+        seen.append(in_use())
+        await asyncio.sleep(0.02)
+
+
+async def test_a_flood_of_connections_and_bodies_takes_little_of_the_runner(sandboxes: Sandboxes, task: Task) -> None:
+    """Hundreds of connections, bodies that never end, the same question again and again: a few are held, one is passed on."""
+    flooding = make_task(task.dir, files={"flood.py": FLOOD, "agent.py": AGENT})
+    seen = [in_use()]
+    async with FakeSession(lambda _: call("echo 42 > answer.txt")) as session:
+        watching = asyncio.create_task(watch(seen))
+        assert await act(sandboxes, flooding, session, "python3 flood.py") is AgentEnd.SUBMITTED
+        watching.cancel()
+    assert (sandboxes.made[0].workdir / "answer.txt").read_text() == "42\n"
+    assert int((sandboxes.made[0].workdir / "held").read_text()) > 2 * gate.CONNECTIONS
+    descriptors, mib = (max(x) - first for x, first in zip(zip(*seen, strict=True), seen[0], strict=True))
+    assert descriptors < gate.CONNECTIONS + 30
+    assert mib < 300
+    assert session.lists <= 1
+
+
+HANGS_UP = """
+import os, socket, time
+place = ("127.0.0.1", int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]))
+body = b'{"model": "policy", "messages": []}' + b" " * 3_000_000
+with socket.create_connection(place) as link:
+    link.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+time.sleep(0.5)
+"""
+
+
+async def test_s14_an_agent_that_hangs_up_on_its_answer_is_no_failure_of_the_session(sandboxes: Sandboxes, task: Task) -> None:
+    rude = make_task(task.dir, files={"rude.py": HANGS_UP})
+    async with FakeSession(lambda _: text("x" * 1_000_000)) as session:
+        assert await act(sandboxes, rude, session, "python3 rude.py; exit 3") is AgentEnd.ERROR
+        assert len(session.requests) == 1
 
 
 async def test_s13_a_session_that_stays_away_is_no_failure_of_the_agents(sandboxes: Sandboxes, task: Task) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
+from rl360.agents.harness import gate
 from rl360.agents.harness.base import Assignment
 from rl360.agents.harness.chat import Fault
 from rl360.agents.outcomes import InfraError
@@ -18,7 +19,11 @@ from rl360.bus.events import Boundary, Cause
 
 _PASSED: Final = ("content-type", "accept", "x-request-id")
 _MAX_BODY: Final = 32 << 20
+_BODIES: Final = 4
+"""Requests of one agent whose bodies are in memory at once; the others wait unread."""
+_REFUSED_SECONDS: Final = 0.05  # for which a refusal keeps its place among them: asking for what isn't there is no way to keep us busy
 _PAUSE: Final = 0.5
+_JSON: Final = "application/json"
 
 
 class Relay:
@@ -30,6 +35,8 @@ class Relay:
     def __init__(self, given: Assignment, listener: socket.socket) -> None:
         self._given, self._listener = given, listener
         self._numbers = itertools.count(1)
+        self._bodies, self._turn = asyncio.Semaphore(_BODIES), asyncio.Lock()
+        self._models: bytes | None = None  # what /v1/models said: asked for once
         self.turns = 0
         self.ended = ""
         self.fault: InfraError | None = None
@@ -40,18 +47,29 @@ class Relay:
         app.router.add_route("*", "/v1/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener).start()
+        assert self._runner.server is not None
+        self._serving = asyncio.create_task(gate.serve(self._runner.server, self._listener))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._serving.cancel()
         await self._runner.cleanup()
         await self._http.close()
+        self._listener.close()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}/v1"
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        async with self._bodies:
+            try:
+                return await self._serve_next(request)
+            except web.HTTPException:
+                await asyncio.sleep(_REFUSED_SECONDS)
+                raise
+
+    async def _serve_next(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
         if ".." in path or path not in ("chat/completions", "models"):
             raise web.HTTPNotFound(text="only /v1/chat/completions and /v1/models are here")
@@ -60,7 +78,11 @@ class Relay:
                 self.ended = "turns"
                 raise web.HTTPTooManyRequests(text=f"agent.max_turns = {self.turns} model calls were made")
             self.turns += 1
-        return await self._pass_on(request, path, await request.read())
+        elif self._models is not None:
+            return web.Response(body=self._models, headers={"content-type": _JSON})
+        body = await request.read()
+        async with self._turn:  # a session takes one turn at a time: who asks twice at once must not run into its patience
+            return await self._pass_on(request, path, body)
 
     async def _pass_on(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         headers = {h: request.headers[h] for h in _PASSED if h in request.headers}
@@ -70,29 +92,24 @@ class Relay:
         while True:
             try:
                 async with self._http.request(request.method, url, data=body, headers=headers, timeout=self._timeout()) as reply:
-                    if reply.status < 500 or self._left() < _PAUSE:
-                        return await self._answer(request, reply)
-                    self._failed(Fault.read(reply.status, await reply.read()).error())
-            except aiohttp.ClientConnectionError as e:
+                    said = await reply.read()  # whole: an agent that hangs up on us is no failure of the session's
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:
                 self._failed(InfraError(Boundary.SESSION, Cause.LOST, str(e), exception=type(e).__name__))
+            else:
+                if reply.status < 500 or self._left() < _PAUSE:
+                    return self._answer(path, reply, said)
+                self._failed(Fault.read(reply.status, said).error())
             if self._left() < _PAUSE:
                 raise web.HTTPBadGateway(text="the session can't be reached")
             await asyncio.sleep(_PAUSE)
 
-    async def _answer(self, request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    def _answer(self, path: str, reply: aiohttp.ClientResponse, said: bytes) -> web.Response:
         if reply.status == 200:
             self.fault = None
+            self._models = said if path == "models" else self._models
         else:
-            self.ended = Fault.read(reply.status, await reply.read()).ended or self.ended
-        out = web.StreamResponse(status=reply.status, headers={"content-type": reply.headers.get("content-type", "application/json")})
-        await out.prepare(request)
-        if reply.status == 200:
-            async for part in reply.content.iter_any():
-                await out.write(part)
-        else:
-            await out.write(await reply.read())
-        await out.write_eof()
-        return out
+            self.ended = Fault.read(reply.status, said).ended or self.ended
+        return web.Response(body=said, status=reply.status, headers={"content-type": reply.headers.get("content-type", _JSON)})
 
     def _failed(self, error: InfraError) -> None:
         self.fault = error
