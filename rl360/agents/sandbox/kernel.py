@@ -14,6 +14,7 @@ _CLONE_NEWNET: Final = 0x40000000
 _MS_REC_PRIVATE: Final = 0x4000 | 0x40000
 _MS_REMOUNT: Final = 0x20
 _MS_NOSUID_NODEV: Final = 0x2 | 0x4
+_MNT_DETACH: Final = 2
 _PR_SET_NO_NEW_PRIVS: Final = 38
 
 
@@ -25,6 +26,15 @@ def own_mounts() -> None:
 
 def mount_tmpfs(folder: Path, options: str) -> None:
     _checked(_libc.mount(b"rl360", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options.encode()))
+
+
+def mount_ext4(device: str, folder: Path, options: str) -> None:
+    _checked(_libc.mount(device.encode(), os.fsencode(folder), b"ext4", ctypes.c_ulong(0), options.encode()))
+
+
+def detach(folder: Path) -> None:
+    """Unmount what is mounted there; who still has it open keeps it until the end."""
+    _checked(_libc.umount2(os.fsencode(folder), _MNT_DETACH))
 
 
 def enter_mounts(pid: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rl360.agents.sandbox.base import Limits
 from rl360.agents.sandbox.docker.engine import Engine
-
-log = logging.getLogger(__name__)
 
 PUBLIC: Final = "rl360-public"
 """The network of tasks that ask for a public one: containers on it don't reach each other."""
@@ -20,10 +17,6 @@ _CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SE
 
 _OOM_SCORE: Final = 500  # a sandbox goes before its runner when the machine itself runs out of memory
 _SHM_PART: Final = 8  # /dev/shm is memory: this part of the limit
-UNBOUNDED: Final = (
-    "the Docker daemon's storage can't bound what a container writes in all, only each file (overlay2 on xfs with pquota can): "
-    "put its data root on a disk of its own"
-)
 _QUOTA: Final = ("storage-opt", "quota")
 
 
@@ -46,7 +39,7 @@ class Making:
 
 
 def create(engine: Engine, making: Making) -> str:
-    """Make it, unstarted, and return its id. Raises what the SDK raises."""
+    """Make it, unstarted, and return its id; what it may write is bounded by `bounded.bound_container`. Raises what the SDK raises."""
     if making.network == PUBLIC:
         _public(engine)
     bounded = engine.quota
@@ -55,9 +48,7 @@ def create(engine: Engine, making: Making) -> str:
     except engine.errors.APIError as e:
         if not bounded or not any(word in str(e).lower() for word in _QUOTA):
             raise
-        if engine.quota:
-            engine.quota = False
-            log.warning("%s", UNBOUNDED)
+        engine.quota = False
         return _create(engine, making, bounded=False)
 
 

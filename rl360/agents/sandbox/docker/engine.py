@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from rl360.agents.outcomes import InfraError
+from rl360.agents.sandbox.docker.bounded import release, same_mounts
 from rl360.bus.events import Boundary, Cause
 from rl360.extras import MissingExtra
 
@@ -31,6 +33,8 @@ DEFAULT: Final = "unix:///var/run/docker.sock"
 CALL_SECONDS: Final = 60.0
 """A daemon that says nothing for so long has hung."""
 
+_ANONYMOUS: Final = 64
+"""Characters of the name of a volume that an image asked for."""
 _POLL: Final = 0.5
 _SETTLE_SECONDS: Final = 5.0
 """A create that a dead runner asked for may still be under way for so long after its intent."""
@@ -50,6 +54,9 @@ class Engine:
         self._sdk = _sdk()
         self.quota = True
         """Whether the storage driver can bound what a container writes; learned when it refuses for the first time."""
+        self.here = same_mounts(address)
+        """Whether the daemon sees what this process mounts."""
+        self.told_unbounded = False
         try:
             self.info: Mapping[str, Any] = self.api.info()
         except (self._sdk.errors.DockerException, OSError) as e:
@@ -111,10 +118,24 @@ class Engine:
 
     def remove_container(self, name: str) -> None:
         """Kill and remove it, with its unnamed volumes; one that is gone is fine."""
-        self._gone_is_fine(lambda: self.api.remove_container(name, force=True, v=True))
+
+        def remove() -> None:
+            for mount in self.api.inspect_container(name)["Mounts"] if self.here else ():
+                if len(mount.get("Name", "")) == _ANONYMOUS:
+                    release(Path(mount["Source"]))
+            self.api.remove_container(name, force=True, v=True)
+
+        self._gone_is_fine(remove)
 
     def remove_volume(self, name: str) -> None:
-        self._gone_is_fine(lambda: self.api.remove_volume(name, force=True))
+        """One that is gone is fine."""
+
+        def remove() -> None:
+            if self.here:
+                release(Path(self.api.inspect_volume(name)["Mountpoint"]))
+            self.api.remove_volume(name, force=True)
+
+        self._gone_is_fine(remove)
 
     def remove_lease(self, lease: str, sandboxes: Mapping[str, float]) -> None:
         """Remove every container and volume of a dead runner. `sandboxes` has the intents {sandbox: unix seconds}.
@@ -154,9 +175,8 @@ def describe(engine: Engine) -> str:
     info = engine.info
     pairs: list[tuple[str, str]] = info.get("DriverStatus") or []
     backing = dict(pairs).get("Backing Filesystem", "")
-    disk = (
-        "" if (info["Driver"], backing) == ("overlay2", "xfs") else "; no limit of a container's disk (overlay2 on xfs with pquota has one)"
-    )
+    hard = (info["Driver"], backing) == ("overlay2", "xfs") or engine.here
+    disk = "" if hard else "; no limit of a container's disk (run as root on the daemon's machine, or have xfs with pquota)"
     storage = f"{info['Driver']} on {backing or 'its own'}, cgroup v{info.get('CgroupVersion', 1)}"
     return f"Docker {info['ServerVersion']} at {engine.address}, {storage}{disk}"
 

@@ -20,6 +20,7 @@ from rl360.agents.outcomes import InfraError, boundary
 from rl360.agents.sandbox.base import ExecResult, Limits, Sealed
 from rl360.agents.sandbox.docker import command as commands
 from rl360.agents.sandbox.docker.archive import MAX_BYTES, HostileArchive, pack, unpack
+from rl360.agents.sandbox.docker.bounded import bound_container
 from rl360.agents.sandbox.docker.container import PUBLIC, Making, create
 from rl360.agents.sandbox.docker.engine import ATTEMPT, CALL_SECONDS, LEASE, RUN, SANDBOX, Engine
 from rl360.agents.sandbox.docker.images import Images, Source
@@ -84,6 +85,7 @@ class DockerSandbox:
             made = self._make("", argv, self._task.env, network, volumes, held=True)
             for inside, folder in {**({self._task.workdir: self._files} if self._files else {}), **self._read_only}.items():
                 self._copy_in(made, folder, inside)
+            bound_container(self._engine, made, self._limits.storage_mb << 20)
             keeper, _ = hijack(self._engine.address, f"/containers/{made}/attach?stream=1&stdin=1", None, CALL_SECONDS)
             self._held = commands.Held(self._engine, made, keeper)
             self._engine.api.start(made)
@@ -128,6 +130,7 @@ class DockerSandbox:
             made = self._make(f"-v{number}", argv, run.env, network, volumes, empty=frozenset(run.writable))
             for inside, folder in run.read_only.items():
                 self._copy_in(made, folder, inside)
+            bound_container(self._engine, made, self._limits.storage_mb << 20)
             result = until_end(self._engine, made, end - time.monotonic())
             self._oom += int(bool(self._engine.state(made)["OOMKilled"]))
             if self._aborted:
