@@ -15,6 +15,7 @@ from rl360.bus.connection import BusError
 from rl360.bus.events import Boundary, Cause, SessionClosed
 from rl360.sessions import answers, bodies
 from rl360.sessions.client import ClosedSession, OpenedSession, OpenSession
+from rl360.sessions.crowd import Crowd
 from rl360.sessions.door import error, http_error
 from rl360.sessions.generate import EngineFault
 from rl360.sessions.metrics import Metrics
@@ -42,6 +43,7 @@ class SessionServer:
         self._store, self._turns, self._metrics, self._log = store, turns, metrics, log
         self._admin, self._url = admin, url.rstrip("/")
         self._created = int(time.time())
+        self._crowd = Crowd()
         self.app = web.Application(client_max_size=max_body, middlewares=[self._errors])
         self.app.add_routes(
             [
@@ -60,8 +62,9 @@ class SessionServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._own_session(request)
         request_id = bodies.request_id(request)
-        data = await bodies.read(request)
-        turn, incoming = await self._turns.take(await self._store.get(session), data, request_id)
+        with self._crowd.place(session):
+            data = await bodies.read(request)
+            turn, incoming = await self._turns.take(await self._store.get(session), data, request_id)
         headers = {"x-request-id": turn.request_id}
         if not incoming.stream:
             return web.Response(body=answers.completion(session, turn), content_type=_JSON, headers=headers)
