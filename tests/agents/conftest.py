@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from rl360.agents.staging import Stage
 from rl360.agents.tasks import Task
 from rl360.config import Sandbox as SandboxSection
 
-RUN = "pytest"
+RUN = f"pytest{os.getpid()}"
+"""Of this process: names of processes and cgroups are the machine's, and tests run side by side."""
 
 
 class Sandboxes:
@@ -24,7 +26,7 @@ class Sandboxes:
 
     def __init__(self, root: Path) -> None:
         self.root = root / "sandboxes"
-        self.lease = Lease(self.root, f"test-{root.name}")
+        self.lease = Lease(self.root, f"{RUN}-{root.name}")
         self.stage = Stage(self.lease.folder / "tasks")
         self.made: list[Sandbox] = []
         self._numbers = itertools.count()

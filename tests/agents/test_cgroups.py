@@ -9,6 +9,7 @@ import pytest
 from rl360.agents.sandbox import cgroups
 from rl360.agents.sandbox.base import Limits
 from rl360.agents.sandbox.cgroups import CONTROLLERS, Cgroup, Hierarchy, describe
+from tests.agents.conftest import RUN
 
 LIMITS = Limits(memory_mb=64, storage_mb=32, pids=16, cpus=0.5)
 
@@ -17,7 +18,7 @@ LIMITS = Limits(memory_mb=64, storage_mb=32, pids=16, cpus=0.5)
 def test_a_cgroup_of_this_machine_is_made_limited_and_removed() -> None:
     hierarchy = Hierarchy.find()
     assert hierarchy is not None
-    group = hierarchy.create("pytest-limits", "x", LIMITS)
+    group = hierarchy.create(f"{RUN}-limits", "x", LIMITS)
     try:
         assert group.pids() == set()
         assert group.oom_kills() == 0
@@ -27,7 +28,7 @@ def test_a_cgroup_of_this_machine_is_made_limited_and_removed() -> None:
         assert written["pids.max"] == "16"
     finally:
         group.remove(deadline=0.0)
-        hierarchy.remove_run("pytest-limits")
+        hierarchy.remove_run(f"{RUN}-limits")
     assert not any(folder.exists() for folder in group.folders)
     assert "cgroup v" in describe()
 
