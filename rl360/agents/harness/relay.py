@@ -29,7 +29,8 @@ _JSON: Final = "application/json"
 class Relay:
     """Serves /v1/... on a listening socket and passes it on to the session, with the session's key. Nothing else is there.
 
-    `ended` is why the session refused a turn ("" while it does not), `fault` the last failure that no retry mended.
+    `ended` is why the session refused a turn ("" while it does not), `fault` the last failure that no retry mended, `refused`
+    the error of a request that the session took for a wrong one. A turn that succeeds clears both.
     """
 
     def __init__(self, given: Assignment, listener: socket.socket) -> None:
@@ -40,6 +41,7 @@ class Relay:
         self.turns = 0
         self.ended = ""
         self.fault: InfraError | None = None
+        self.refused: InfraError | None = None
 
     async def __aenter__(self) -> Relay:
         self._http = aiohttp.ClientSession(auto_decompress=False)
@@ -105,10 +107,12 @@ class Relay:
 
     def _answer(self, path: str, reply: aiohttp.ClientResponse, said: bytes) -> web.Response:
         if reply.status == 200:
-            self.fault = None
+            self.fault = self.refused = None
             self._models = said if path == "models" else self._models
         else:
-            self.ended = Fault.read(reply.status, said).ended or self.ended
+            fault = Fault.read(reply.status, said)
+            self.ended = fault.ended or self.ended
+            self.refused = None if fault.ended else fault.error()
         return web.Response(body=said, status=reply.status, headers={"content-type": reply.headers.get("content-type", _JSON)})
 
     def _failed(self, error: InfraError) -> None:
