@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
+from rl360.agents.network import normalised, private
 from rl360.agents.task_file import AgentSection, ArtifactSection, EnvironmentSection, TaskFile, VerifierSection
 
 ANY: Final = "any"
@@ -127,12 +128,28 @@ def _user(user: str | int | None, key: str) -> Iterator[Refusal]:
 
 def _network(mode: str | None, hosts: list[str] | None, key: str) -> Iterator[Refusal]:
     if mode == "allowlist":
-        yield Refusal(f"{key}.network_mode", "'allowlist': no sandbox filters by host", "write 'public' or 'no-network'")
+        remedy = "use sandbox.kind = 'docker' or 'bwrap', or write 'no-network'"
+        yield Refusal(f"{key}.network_mode", "'allowlist': this sandbox filters no hosts", remedy, frozenset({"subprocess"}))
+        yield from _hosts(hosts or [], f"{key}.allowed_hosts")
     elif hosts:
-        yield Refusal(f"{key}.allowed_hosts", "it needs network_mode = 'allowlist', which no sandbox has", "take the key out")
+        yield Refusal(
+            f"{key}.allowed_hosts", "it goes with network_mode = 'allowlist' in the same table", "write both, or take the key out"
+        )
     if mode == "public":
         remedy = "use sandbox.kind = 'docker', or write 'no-network'"
         yield Refusal(f"{key}.network_mode", "'public': this sandbox reaches its session only", remedy, _NOT_DOCKER)
+
+
+def _hosts(hosts: list[str], key: str) -> Iterator[Refusal]:
+    for host in hosts:
+        try:
+            entry = normalised(host)
+        except ValueError as e:
+            yield Refusal(key, f"{host!r}: {e}", "write it like 'pypi.org', '*.pypi.org', '192.0.2.1' or '192.0.2.0/24'")
+        else:
+            if private(entry):
+                why = f"{host!r} is this machine or a private network, which no task reaches"
+                yield Refusal(key, why, "put what it serves into the image, or take the entry out")
 
 
 def _env(env: dict[str, str], key: str) -> Iterator[Refusal]:

@@ -19,7 +19,17 @@ from typing import Any, Final, cast
 import blake3
 
 from rl360.agents import support, task_file
-from rl360.agents.task_file import ArtifactSection, HealthcheckSection, StepSection, TaskError, TaskFile
+from rl360.agents.network import Network
+from rl360.agents.task_file import (
+    AgentSection,
+    ArtifactSection,
+    EnvironmentSection,
+    HealthcheckSection,
+    StepSection,
+    TaskError,
+    TaskFile,
+    VerifierSection,
+)
 from rl360.bus.events import Budgets
 from rl360.config import BudgetSection
 
@@ -54,8 +64,8 @@ class Task:
     storage_mb: int | None
     docker_image: str
     build_timeout: float | None
-    network: str  # the task's word for its agent's network; "" without one
-    verifier_network: str
+    network: Network  # the task's word for its agent's
+    verifier_network: Network
     cpus: float | None
     low: float
     high: float
@@ -120,8 +130,8 @@ def _task(folder: Path, file: TaskFile, unknown: tuple[str, ...]) -> Task:
         storage_mb=file.storage_mb,
         docker_image=file.environment.docker_image or "",
         build_timeout=file.environment.build_timeout_sec,
-        network=file.agent.network_mode or file.environment.network_mode or "",
-        verifier_network=file.verifier.network_mode or file.environment.network_mode or "",
+        network=_network(file.agent, file.environment),
+        verifier_network=_network(file.verifier, file.verifier.environment or file.environment),
         cpus=file.environment.cpus,
         low=low,
         high=high,
@@ -160,8 +170,8 @@ def _step(whole: Task, file: TaskFile, step: StepSection) -> Task:
         verifier_env={**whole.verifier_env, **support.resolved(step.verifier.env)},
         agent_timeout=step.agent.timeout_sec or file.agent.timeout_sec,
         verifier_timeout=step.verifier.timeout_sec or file.verifier.timeout_sec,
-        network=step.agent.network_mode or whole.network,
-        verifier_network=step.verifier.network_mode or whole.verifier_network,
+        network=_network(step.agent) if step.agent.network_mode else whole.network,
+        verifier_network=_network(step.verifier) if step.verifier.network_mode else whole.verifier_network,
         oracle=(folder / "solution" / "solve.sh").is_file(),
         healthchecks=whole.healthchecks if step.healthcheck is None else (*whole.healthchecks, step.healthcheck),
         artifacts=(*whole.artifacts, *(support.artifact(entry) for entry in step.artifacts)),
@@ -183,6 +193,14 @@ def _verifier_env(file: TaskFile) -> dict[str, str]:
     """What its place has, the agent's or its own, and over that what the verifier alone is given."""
     place = file.verifier.environment or file.environment
     return {**place.env, **file.verifier.env}
+
+
+def _network(*sections: AgentSection | VerifierSection | EnvironmentSection) -> Network:
+    """The first word of these; its hosts go with it."""
+    for section in sections:
+        if section.network_mode:
+            return Network(section.network_mode, tuple(section.allowed_hosts or ()))
+    return Network()
 
 
 def _sum(seconds: Sequence[float | None]) -> float | None:

@@ -46,7 +46,8 @@ def test_what_cant_be_carried_out_is_refused_by_load_and_by_lint(name: str) -> N
         ('[solution.env]\nKEY = "${KEY}"\n', "solution.env.KEY"),
         ('[agent]\nuser = "agent"\n', "agent.user"),
         ("[verifier]\nuser = 1000\n", "verifier.user"),
-        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n', "agent.network_mode"),
+        ('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["https://a.org/x"]\n', "agent.allowed_hosts"),
+        ('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]\n', "environment.allowed_hosts"),
         ('[verifier]\nallowed_hosts = ["a.org"]\n', "verifier.allowed_hosts"),
         ('[[verifier.collect]]\ncommand = "dump"\n', "verifier.collect"),
         ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ncpus = 1\n', "verifier.environment_mode"),
@@ -77,10 +78,23 @@ def test_every_refusal_of_a_task_is_told_not_the_first_alone(tmp_path: Path) -> 
 
 def test_some_refusals_hang_on_the_kind_of_sandbox(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "t", toml='[environment]\nnetwork_mode = "public"\n')
-    assert load_task(folder).network == "public"
+    assert load_task(folder).network.mode == "public"
     assert {f.rule for f in lint(folder, "bwrap") if f.level == "error"} == {"environment.network_mode"}
     assert [f for f in lint(folder, "docker") if f.level == "error"] == []
     assert {f.rule for f in lint(TASKS / "steps", "docker") if f.level == "error"} == {"steps"}
+
+
+def test_hosts_go_with_the_word_that_opens_the_network(tmp_path: Path) -> None:
+    toml = '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["*.A.org"]\n[verifier]\nnetwork_mode = "no-network"\n'
+    task = make_task(tmp_path / "t", toml=toml)
+    assert (task.network.filtered, task.network.allowed) == (True, ("*.a.org",))
+    assert (task.verifier_network.mode, task.verifier_network.hosts) == ("no-network", ())
+    assert {kind for kind in ("docker", "bwrap", "subprocess") if any(f.level == "error" for f in lint(task.dir, kind))} == {"subprocess"}
+
+
+def test_a_verifiers_own_environment_has_its_own_network(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", toml='[environment]\nnetwork_mode = "public"\n[verifier.environment]\nnetwork_mode = "no-network"\n')
+    assert (task.network.mode, task.verifier_network.mode) == ("public", "no-network")
 
 
 def test_unknown_keys_of_a_step_are_findings(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from rl360.agents.network import NO_WORD, Network, proxy_env
 from rl360.agents.outcomes import InfraError, boundary
 from rl360.agents.sandbox.base import ExecResult, Limits, Sealed
 from rl360.agents.sandbox.disk import Disk
+from rl360.agents.sandbox.egress import Egress
 from rl360.agents.sandbox.host import Host
 from rl360.agents.sandbox.leases import Lease, remove_tree
 from rl360.agents.sandbox.place import Place
@@ -43,12 +45,16 @@ class BwrapSandbox:
         env: Mapping[str, str],
         start_timeout: float,
         read_only: Mapping[str, Path] | None = None,
+        network: Network = NO_WORD,
+        verifier_network: Network = NO_WORD,
     ) -> None:
         self.id = name
         self._host, self._lease, self._limits = host, lease, limits
         self._uid = host.uid_of(number)
         self._inside, self._files, self._files_size, self._env = workdir, files, files_size, env
         self._read_only = read_only or {}
+        self._network, self._verifier_network = network, verifier_network
+        self._egresses: list[Egress] = []
         self._timeout = start_timeout
         self._run = run
         self._group = host.hierarchy.existing(run, f"{lease.name}.{name}") if host.hierarchy else None
@@ -72,6 +78,7 @@ class BwrapSandbox:
             self._own(self.workdir)
             self._place = self._new_place()
             self._place.start(self._read_only, {self._inside: self.workdir}, max(0.0, end - time.monotonic()))
+            self._env = {**self._env, **self._open(self._place, self._network)}
 
     def exec(self, command: str, timeout: float, env: Mapping[str, str] | None = None) -> ExecResult:
         return self._started().exec([self._host.bash, "-c", command, "bash"], {**self._env, **(env or {})}, timeout)
@@ -85,6 +92,7 @@ class BwrapSandbox:
 
     def kill_all(self) -> float:
         self._started().kill_all()
+        self._close_egresses()
         self._dead_at = self._dead_at or time.time()
         self.workdir.chmod(self.workdir.stat().st_mode | 0o711)  # an agent may have closed it to everybody
         return self._dead_at
@@ -98,11 +106,14 @@ class BwrapSandbox:
         place = self._sealed = self._new_place()
         try:
             place.start(run.read_only, {self._inside: self.workdir, **run.writable}, timeout)
-            result = place.exec(list(run.argv), run.env, max(0.0, end - time.monotonic()))
+            env = {**run.env, **self._open(place, self._verifier_network)}
+            result = place.exec(list(run.argv), env, max(0.0, end - time.monotonic()))
         except InfraError:
             with suppress(InfraError):  # the first cause stays
                 place.kill_all()
             raise
+        finally:
+            self._close_egresses()
         place.kill_all()
         return result
 
@@ -114,6 +125,7 @@ class BwrapSandbox:
         for place in (self._place, self._sealed):
             if place is not None:
                 place.kill_all()
+        self._close_egresses()
 
     def close(self) -> None:
         with boundary(Boundary.SANDBOX):
@@ -125,6 +137,19 @@ class BwrapSandbox:
             if self._disk is not None:
                 self._disk.close()
             remove_tree(self._folder)
+
+    def _open(self, place: Place, network: Network) -> dict[str, str]:
+        """Let a place reach the hosts of its allowlist, before anything runs in it; the variables that say how."""
+        if not network.filtered:
+            return {}
+        with boundary(Boundary.SANDBOX):
+            listener = place.listen(_LISTEN_SECONDS)
+        self._egresses.append(Egress(listener, network.allowed, self.id))
+        return proxy_env(listener.getsockname()[1])
+
+    def _close_egresses(self) -> None:
+        while self._egresses:
+            self._egresses.pop().close()
 
     def _mount(self, timeout: float) -> None:
         size, beside = self._files_size + (self._limits.storage_mb << 20), (self._limits.memory_mb << 20) // _LOGS_PART

@@ -56,6 +56,8 @@ class SandboxMaker:
             env=task.env,
             start_timeout=timeout,
             read_only=read_only,
+            network=task.network,
+            verifier_network=task.verifier_network,
         )
 
     def close(self) -> None:

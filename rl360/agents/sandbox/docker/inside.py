@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +16,16 @@ from rl360.agents.sandbox.cgroups import ROOT, Cgroup
 from rl360.agents.sandbox.others import kill_others
 from rl360.bus.events import Boundary, Cause
 
-_REMEDY: Final = 'run the runner as root on the daemon\'s machine (in a container: pid: host), or use harness = "mini_swe"'
+_REMEDY: Final = (
+    "run the runner as root on the daemon's machine (in a container: pid: host), "
+    'or use harness = "mini_swe" and tasks without an allowlist'
+)
+_LABEL_SECONDS: Final = 5.0
+"""A container that started a moment ago has its first process's environment by then."""
 
 
-def listen_in(pid: int, label: str) -> socket.socket:
-    """A listening socket on a free port of the loopback of the container whose first process is `pid`. Raises InfraError.
+def listen_in(pid: int, label: str, port: int = 0) -> socket.socket:
+    """A listening socket on a port (0: a free one) of the loopback of the container whose first process is `pid`. Raises InfraError.
 
     A socket keeps the network that it was made in, whoever holds it: a thread goes in, makes it, and ends.
     """
@@ -28,11 +34,10 @@ def listen_in(pid: int, label: str) -> socket.socket:
 
     def enter() -> None:
         try:
-            if f"{LABEL}={label}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
-                raise ProcessLookupError(f"process {pid} here is not the sandbox's")
+            _see(pid, label)
             with open(f"/proc/{pid}/ns/net", "rb") as network:
                 kernel.enter_network(network.fileno())
-            made.append(socket.create_server(("127.0.0.1", 0), backlog=64))
+            made.append(socket.create_server(("127.0.0.1", port), backlog=64))
         except OSError as e:
             failed.append(e)
 
@@ -43,6 +48,15 @@ def listen_in(pid: int, label: str) -> socket.socket:
         why = f"no listener in the sandbox's network: {failed[0]}; {_REMEDY}"
         raise InfraError(Boundary.SANDBOX, Cause.START_FAILED, why, exception=type(failed[0]).__name__)
     return made[0]
+
+
+def _see(pid: int, label: str) -> None:
+    """Wait until the process shows the label. Raises OSError when it does not."""
+    end = time.monotonic() + _LABEL_SECONDS
+    while f"{LABEL}={label}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+        if time.monotonic() > end:
+            raise ProcessLookupError(f"process {pid} here is not the sandbox's")
+        time.sleep(0.005)
 
 
 def kill_in(pid: int, label: str) -> None:

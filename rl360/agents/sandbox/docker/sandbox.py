@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from rl360.agents.network import PORT, Network, proxy_env
 from rl360.agents.outcomes import InfraError, boundary
-from rl360.agents.sandbox.base import ExecResult, Limits, Sealed
+from rl360.agents.sandbox.base import LABEL, ExecResult, Limits, Sealed
 from rl360.agents.sandbox.docker import command as commands
 from rl360.agents.sandbox.docker.archive import MAX_BYTES, HostileArchive, pack, unpack
 from rl360.agents.sandbox.docker.bounded import bound_container
@@ -27,12 +28,16 @@ from rl360.agents.sandbox.docker.images import Images, Source
 from rl360.agents.sandbox.docker.inside import kill_in, listen_in, oom_kills
 from rl360.agents.sandbox.docker.sealed import until_end
 from rl360.agents.sandbox.docker.stream import hijack
+from rl360.agents.sandbox.egress import Egress
 from rl360.agents.sandbox.leases import Lease, remove_tree
 from rl360.agents.tasks import Task
 from rl360.bus.events import Boundary, Cause
 
 _KILL_SECONDS: Final = 10
-_NETWORK: Final = {"": "none", "none": "none", "no-network": "none", "public": PUBLIC}
+_NETWORK: Final = {"": "none", "no-network": "none", "allowlist": "none", "public": PUBLIC}
+_SEALED: Final = 'exec "$@" 2>&1'
+_SEALED_WAITING: Final = f'unset {LABEL}; read -r _; exec "$@" 2>&1 </dev/null'
+"""It starts once the proxy listens."""
 
 
 class DockerSandbox:
@@ -69,6 +74,7 @@ class DockerSandbox:
         self._aborted = self._killed = False
         self._dead_at: float | None = None
         self._oom = 0
+        self._egresses: list[Egress] = []
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -80,7 +86,7 @@ class DockerSandbox:
             self._image = self._images.get(self._source, end - time.monotonic())
             self.workdir = Path(self._volume("app"))
             argv = (*commands.FIRST, self._lease.label(self.id), commands.FIRST_SCRIPT)
-            network = self._network(self._task.network)
+            network = self._task.network
             volumes = {self._task.workdir: self._volumes[0]}
             made = self._make("", argv, self._task.env, network, volumes, held=True)
             for inside, folder in {**({self._task.workdir: self._files} if self._files else {}), **self._read_only}.items():
@@ -90,6 +96,8 @@ class DockerSandbox:
             self._held = commands.Held(self._engine, made, keeper)
             self._engine.api.start(made)
             self._container = made
+            if network.filtered:
+                self._open(made, network)
         if self._killed:
             self.abort()
             raise self._cancelled()
@@ -113,6 +121,7 @@ class DockerSandbox:
         made = self._started(killed=True).container
         with self._engine.typed("the sandbox can't be killed"):
             self._kill(made)
+        self._close_egresses()
         return self._dead_at or time.time()
 
     def run_sealed(self, run: Sealed, timeout: float) -> ExecResult:
@@ -125,13 +134,16 @@ class DockerSandbox:
             number = len(self._containers)
             empty = {inside: self._named(f"w{number}-{i}") for i, inside in enumerate(run.writable)}
             volumes = {self._task.workdir: self._volumes[0], **empty}
-            argv = ("/bin/bash", "-c", 'exec "$@" 2>&1', "sealed", *run.argv)
-            network = self._network(self._task.verifier_network)
-            made = self._make(f"-v{number}", argv, run.env, network, volumes, empty=frozenset(run.writable))
+            network = self._task.verifier_network
+            argv = ("/bin/bash", "-c", _SEALED_WAITING if network.filtered else _SEALED, "sealed", *run.argv)
+            env = {**run.env, LABEL: self._lease.label(self.id)} if network.filtered else run.env
+            made = self._make(f"-v{number}", argv, env, network, volumes, empty=frozenset(run.writable), asks=network.filtered)
             for inside, folder in run.read_only.items():
                 self._copy_in(made, folder, inside)
             bound_container(self._engine, made, self._limits.storage_mb << 20)
-            result = until_end(self._engine, made, end - time.monotonic())
+            begin = (lambda: self._open(made, network)) if network.filtered else None
+            result = until_end(self._engine, made, end - time.monotonic(), begin)
+            self._close_egresses()
             self._oom += int(bool(self._engine.state(made)["OOMKilled"]))
             if self._aborted:
                 raise self._cancelled()
@@ -157,6 +169,7 @@ class DockerSandbox:
             self._aborted = self._killed = True
             if self._held is not None:
                 self._held.keeper.close()
+            self._close_egresses()
             for made in self._containers:
                 self._engine.remove_container(made)
             for volume in self._volumes:
@@ -170,11 +183,12 @@ class DockerSandbox:
         suffix: str,
         argv: tuple[str, ...],
         env: Mapping[str, str],
-        network: str,
+        network: Network,
         volumes: Mapping[str, str],
         *,
         empty: frozenset[str] = frozenset(),
         held: bool = False,
+        asks: bool = False,
     ) -> str:
         if self._aborted:
             raise self._cancelled()
@@ -183,13 +197,13 @@ class DockerSandbox:
             image=self._image,
             argv=argv,
             labels=self._labels,
-            env=env,
+            env={**env, **proxy_env(PORT)} if network.filtered else env,
             cwd=self._task.workdir,
             limits=self._limits,
-            network=network,
+            network=self._network(network),
             volumes=volumes,
             empty=empty,
-            held=held,
+            held=held or asks,
             init=not held,
         )
         self._containers.append(making.name)  # before it is made: what is made half-way is removed too
@@ -282,11 +296,20 @@ class DockerSandbox:
         why = f"the sandbox's container ended with status {state['ExitCode']} {state['Error']}".strip()
         return InfraError(Boundary.SANDBOX, Cause.LOST, why)
 
-    def _network(self, word: str) -> str:
-        if word not in _NETWORK:
-            why = f"task {self._task.name!r}: network_mode {word!r}: this sandbox offers no-network and public"
+    def _network(self, network: Network) -> str:
+        if network.mode not in _NETWORK:
+            why = f"task {self._task.name!r}: network_mode {network.mode!r}: this sandbox offers {', '.join(filter(None, _NETWORK))}"
             raise InfraError(Boundary.SANDBOX, Cause.BAD_TASK, why)
-        return _NETWORK[word]
+        return _NETWORK[network.mode]
+
+    def _open(self, made: str, network: Network) -> None:
+        """Let a started container reach the hosts of its allowlist, before anything of its own runs."""
+        listener = listen_in(int(self._engine.state(made)["Pid"]), self._lease.label(self.id), PORT)
+        self._egresses.append(Egress(listener, network.allowed, self.id))
+
+    def _close_egresses(self) -> None:
+        while self._egresses:
+            self._egresses.pop().close()
 
     def _cancelled(self) -> InfraError:
         return InfraError(Boundary.SANDBOX, Cause.CANCELLED, "the sandbox was killed by its runner")
