@@ -194,6 +194,12 @@ def harness_maker(agent: Agent, scratch: Path) -> Callable[[Assignment], Harness
         from rl360.agents.harness.openai_url import OpenAiUrl
 
         return OpenAiUrl
+    if agent.harness == "harbor":
+        from rl360.agents.harness.harbor_nursery import Nursery
+        from rl360.agents.harness.harbor_trial import HarborTrial
+
+        nursery = Nursery(agent.harbor, scratch / "harbor.log")
+        return lambda given: HarborTrial(given, nursery)
     from rl360.agents.harness.scripted import Scripted
 
     return Scripted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rl360.config.sections import Config, ConfigError, Fault, SGLang
+from rl360.config.sections import Config, ConfigError, Fault, HarborAgent, SGLang
 
 # fmt: off
 SGLANG_OWN: Final = frozenset({
@@ -64,6 +64,8 @@ def check(c: Config, where: str) -> None:
         refuse("agent.command", 'names the agent of agent.harness = "openai_url": that harness needs it, no other takes it')
     if c.agent.script and c.agent.harness != "scripted":
         refuse("agent.script", 'has no effect unless agent.harness = "scripted"')
+    if c.agent.harbor != HarborAgent() and c.agent.harness != "harbor":
+        refuse("agent.harbor", 'has no effect unless agent.harness = "harbor"')
     if c.sampling.temperature != 1.0 and c.trainer.old_policy == "sampler" and c.sampling.temperature == 0:
         refuse("sampling.temperature", "0 samples greedily: every attempt of a group is the same and none trains")
     if 0 < c.waves.max_pulls < c.runners.count:
@@ -99,6 +101,6 @@ def _fault_problem(c: Config, fault: Fault) -> tuple[str, str] | None:
         return "domain", "has no effect on engines: take it out"
     if fault.kind == "sandbox_kill" and c.sandbox.kind == "subprocess":
         return "kind", 'sandbox_kill needs sandbox.kind = "bwrap" or "docker": plain processes have no first process that holds the rest'
-    if fault.kind == "sandbox_hang" and c.agent.harness == "openai_url":
-        return "kind", "sandbox_hang can't be told from the agent's own hang when the agent itself runs in the sandbox (openai_url)"
+    if fault.kind == "sandbox_hang" and c.agent.harness in ("openai_url", "harbor"):
+        return "kind", "sandbox_hang can't be told from the agent's own hang by agent.harness = openai_url or harbor"
     return None

@@ -95,10 +95,19 @@ class Waves(Section, frozen=True, kw_only=True):
     retry_seconds: Seconds = 2.0
 
 
+class HarborAgent(Section, frozen=True, kw_only=True):
+    """An agent of Harbor's, run in a process of its own by a Python >= 3.12 that has the `harbor` extra."""
+
+    agent: str = "terminus-2"  # Harbor's name of it, or module:Class
+    python: str = ""  # an interpreter that has harbor; empty: the runner's own
+    args: dict[str, str | int | float | bool] = {}  # more arguments of the agent's, such as parser_name = "xml"
+
+
 class Agent(Section, frozen=True, kw_only=True):
-    harness: Literal["mini_swe", "scripted", "openai_url"] = "mini_swe"
+    harness: Literal["mini_swe", "scripted", "openai_url", "harbor"] = "mini_swe"
     command: str = ""  # harness "openai_url": the agent's command line, run inside the sandbox
     script: tuple[str, ...] = ()  # harness "scripted": shell commands, "oracle", "ask" or "ask: text"
+    harbor: HarborAgent = HarborAgent()  # harness "harbor"
     max_turns: Positive = 8
     system: str = "You are a coding agent. Use the bash tool."
     observation_limit: Positive = 200  # characters of a command's output that the agent sees

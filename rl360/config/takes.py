@@ -57,6 +57,8 @@ def words(kind: kinds.Type) -> str:
             return f"a list of {len(items)}, each {words(items[0])}"
         case kinds.DictType(value_type=item):
             return f"a table {{name = value}}, each value {words(item)}"
+        case kinds.UnionType(types=types):
+            return " or ".join(words(one) for one in types)
         case kinds.StructType():
             return f"a section with {', '.join(f.name for f in kind.fields)}"
         case _:

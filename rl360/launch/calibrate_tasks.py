@@ -25,6 +25,7 @@ from rl360.agents.runner import harness_maker
 from rl360.agents.tasks import Task, TaskError
 from rl360.bus import events as ev
 from rl360.config import Config, ConfigError
+from rl360.launch import prepare
 from rl360.launch.journal_files import open_source
 from rl360.launch.task_commands import INTERRUPTED, chosen, recipe_of
 
@@ -57,6 +58,7 @@ def by_url(asked: Asked, url: str, model: str, key_env: str, *, workers: int, as
         done = sum(r.n + len(r.failures) for r in results.values())
         print(f"{done}/{len(tasks) * asked.attempts} {result.task}", file=sys.stderr)
 
+    prepare.agent(config)
     interrupted = False
     try:
         with playground(asked.cache / "sandboxes", config, "calibrate") as ground:

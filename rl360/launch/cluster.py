@@ -22,6 +22,7 @@ def init(recipe: Path, overrides: tuple[str, ...], path: Path, hosts: Hosts) -> 
     config = load(recipe, overrides)
     prepare.policy(config)
     prepare.sources(config)
+    prepare.agent(config)
     folder = RunDir(path)
     if not folder.exists:
         folder.create(prepare.upcycle(config, path), hosts)

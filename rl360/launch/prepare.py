@@ -42,6 +42,14 @@ def sources(config: Config) -> None:
             raise ConfigError(f"{key}: {source} is not a folder; name a folder of Harbor-format tasks, or {GENERATED!r}")
 
 
+def agent(config: Config) -> None:
+    """Refuse a Python without harbor, before anything is laid out, where the recipe's agent needs it. Raises ConfigError."""
+    if config.agent.harness == "harbor":
+        from rl360.agents.harness import harbor_nursery  # only where Harbor is used
+
+        harbor_nursery.check(config.agent.harbor)
+
+
 def _check_weights(path: Path) -> None:
     """A file that was cut off is found by its own header: engines would find it, one after the other, and use their restarts up."""
     with path.open("rb") as file:

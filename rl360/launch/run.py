@@ -61,6 +61,7 @@ def _folder(recipe: Path | None, path: Path | None, resume: Path | None, overrid
     config: Config = load(recipe, overrides)
     prepare.policy(config)
     prepare.sources(config)
+    prepare.agent(config)
     folder = RunDir(path or new_path(RUNS, config.run.name))
     folder.create(config if folder.exists else prepare.upcycle(config, folder.path))
     return folder

@@ -14,6 +14,7 @@ from rl360.agents.harbor_api import HarborApi
 from rl360.agents.playground import playground
 from rl360.agents.runner import harness_maker
 from rl360.agents.tasks import Task, TaskError
+from rl360.launch import prepare
 from rl360.launch.task_commands import chosen, recipe_of
 
 ADMIN: Final = "HARBOR_ADMIN_SECRET"
@@ -23,6 +24,7 @@ ADMIN: Final = "HARBOR_ADMIN_SECRET"
 def serve(root: Path, recipe: Path | None, overrides: Sequence[str], cache: Path, host: str, port: int, slots: int) -> int:
     """Serve until Ctrl-C or SIGTERM, which kills what runs and removes every sandbox."""
     config = recipe_of(recipe, overrides)
+    prepare.agent(config)
     tasks = by_name(chosen(root, config))
     with playground(cache / "sandboxes", config, "serve") as ground:
         api = HarborApi(tasks, ground, harness_maker(config.agent, ground.scratch), slots, os.environ.get(ADMIN, ""))

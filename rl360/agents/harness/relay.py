@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from typing import Final
+from typing import Final, Self
 
 import aiohttp
 from aiohttp import web
@@ -43,7 +43,7 @@ class Relay:
         self.fault: InfraError | None = None
         self.refused: InfraError | None = None
 
-    async def __aenter__(self) -> Relay:
+    async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(auto_decompress=False)
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/v1/{path:.*}", self._serve)
