@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from nats.aio.client import Client
@@ -50,7 +50,8 @@ class Bus:
         await self._stack.aclose()
 
     async def _close(self) -> None:
-        await self.client.close()
+        with suppress(OSError):  # nats-py flushes what is pending, also into a connection that is gone
+            await self.client.close()
 
     async def create_streams(self) -> None:
         """Create the run's streams where they are missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,7 +55,7 @@ async def serving(tmp_path: Path, session: FakeSession, *tasks: Task, admin: str
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
             yield Client(http, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
         await runner.cleanup()
-        assert labelled(f"{LABEL}=serve-".encode()) == []
+        assert labelled(f"{LABEL}=serve-{os.getpid()}-".encode()) == []
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
 

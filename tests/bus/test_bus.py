@@ -105,6 +105,17 @@ async def test_killed_server_loses_and_repeats_nothing(own_nats, tmp_path: Path)
         assert seen == list(range(600))
 
 
+async def test_leaving_a_bus_whose_server_has_just_gone_is_no_error(own_nats, tmp_path: Path) -> None:
+    async with own_bus(own_nats, tmp_path) as bus:
+        await bus.create_streams()
+        own_nats.kill()  # the event loop has not heard of it when the next is sent
+        await bus.client.publish("anything", b"x" * 100_000)
+        while not bus.client._transport._io_writer._protocol._connection_lost:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        bus.client._pending.append(b"PING\r\n")
+        bus.client._pending_data_size = 6
+
+
 @pytest.mark.parametrize("more", [0, 40], ids=["and stays short", "and grows past what was read"])
 async def test_a_reader_notices_that_the_journal_was_rewound(own_nats, tmp_path: Path, more: int) -> None:
     store, copy = tmp_path / "store", tmp_path / "older"

@@ -103,22 +103,6 @@ async def test_workers_and_servers_that_are_stopped_are_found_recorded_and_repla
 
 
 @pytest.mark.slow
-async def test_a_signal_to_end_drains_and_records_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    arguments: tuple[str, ...] = (RECIPE, "--dir", str(path))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        async with running(path, *arguments, overrides=() if number is signal.SIGHUP else (*SMALL, "run.steps=9")) as run:
-            async with run.bus() as bus, bus.reader(types=[ev.StepTrained], start=await bus.last_seq() + 1) as reader:
-                assert await reader.next(60) is not None
-            run.process.send_signal(number)
-            assert await run.ended(60) == 128 + number
-        assert f"rl360 run --resume {path}" in run.output.decode()
-        assert leftovers(path) == []
-        arguments = ("--resume", str(path))
-    assert [r.event.why for r in await records(path) if isinstance(r.event, ev.RunFinished)] == ["interrupted"] * 2
-
-
-@pytest.mark.slow
 async def test_a_run_goes_on_without_whoever_read_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "run"
     async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1")) as run:
@@ -130,18 +114,20 @@ async def test_a_run_goes_on_without_whoever_read_its_lines(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
-    path = tmp_path / "run"
-    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1", "tasks.qualify=true")) as run:
-        async with asyncio.timeout(60):
-            while not list((path / "sandboxes").glob("qualify-*")):
-                await asyncio.sleep(0.02)
-        run.process.send_signal(number)
-        assert await run.ended(20) == (128 + number if number != signal.SIGKILL else -signal.SIGKILL)
-    said = run.output.decode()
-    assert "Traceback" not in said and (number == signal.SIGKILL or f"go on with: rl360 run --resume {path}" in said)
-    assert leftovers(path) == []
+async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path) -> None:
+    path, arguments = tmp_path / "run", (RECIPE, "--dir")
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 128 + signal.SIGINT)):
+        overrides = (*SMALL, "run.steps=1", "tasks.qualify=true", "tasks.pool=16") if number is signal.SIGKILL else ()
+        async with running(path, *arguments, str(path), overrides=overrides) as run:
+            async with asyncio.timeout(60):
+                while not list((path / "sandboxes").glob(f"qualify-{run.process.pid}-*")):
+                    await asyncio.sleep(0.02)
+            run.process.send_signal(number)
+            assert await run.ended(20) == status
+        said = run.output.decode()
+        assert "Traceback" not in said and (number is signal.SIGKILL or f"go on with: rl360 run --resume {path}" in said)
+        assert leftovers(path) == []
+        arguments = ("--resume",)
     async with running(path, "--resume", str(path), overrides=()) as resumed:
         assert await resumed.ended(120) == 0, resumed.output.decode()
     assert not list((path / "sandboxes").iterdir())

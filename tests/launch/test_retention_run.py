@@ -15,7 +15,7 @@ from rl360.launch.journal_files import open_source
 from tests.launch.run_process import ROOT, SMALL, RunProcess, leftovers, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-OVERRIDES = (*SMALL, "run.steps=10", "run.schedule=one_step")
+OVERRIDES = (*SMALL, "run.steps=6", "run.schedule=one_step")
 
 
 async def rl360(*arguments: object) -> str:
@@ -54,5 +54,5 @@ async def test_prune_under_way_and_after_an_interrupt_takes_nothing_that_a_resum
     async with open_source(path) as source:
         journal = await source.read()
     assert audit(journal, BlobStore(path / "blobs")) == []
-    assert [r.event.step for r in journal.records if isinstance(r.event, ev.StepTrained)] == list(range(10))
+    assert [r.event.step for r in journal.records if isinstance(r.event, ev.StepTrained)] == list(range(6))
     assert leftovers(path) == []
