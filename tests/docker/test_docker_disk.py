@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from rl360.agents.sandbox.docker.bounded import bound, release, same_mounts
+from rl360.agents.sandbox.docker.engine import Engine, describe
 from rl360.agents.sandbox.leases import sweep
 from rl360.agents.tasks import Task, load_task
-from tests.agents.conftest import Sandboxes
+from tests.agents.conftest import RUN, Sandboxes
 from tests.agents.harbor import make_task
 from tests.docker.daemon import BASE, Daemon
 from tests.docker.test_docker_sandbox import judged, killed_runner, left
@@ -65,7 +66,7 @@ def test_cases_39_a_dead_runners_file_systems_go_with_its_containers(
     killed_runner(tmp_path / "other", task)
     assert len(mounts(daemon)) == len(before) + 3  # layer, workdir, and the volume of the image
     sweep(tmp_path / "other")
-    assert (mounts(daemon), left(daemon, "victim")) == (before, [])
+    assert (mounts(daemon), left(daemon, f"{RUN}-victim")) == (before, [])
 
 
 def test_what_was_there_stays_there_and_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_what_was_there_stays_there_and_nothing_is_left_behind(tmp_path: Path) -
     (tmp_path / "f/sub").mkdir(parents=True)
     (tmp_path / "f/sub/x").write_bytes(b"x" * 5_000_000)
     (tmp_path / "f").chmod(0o1777)
-    bound(tmp_path / "f", 8 << 20)
+    bound(tmp_path / "f", 8 << 20, 10)
     try:
         assert [p.name for p in tmp_path.rglob("*")] == ["f", "sub", "x"]
         assert (tmp_path / "f").stat().st_mode & 0o7777 == 0o1777
@@ -83,6 +84,17 @@ def test_what_was_there_stays_there_and_nothing_is_left_behind(tmp_path: Path) -
     finally:
         release(tmp_path / "f")
     assert str(tmp_path) not in subprocess.run(["losetup", "-a"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_machine_that_can_not_says_so_once_and_in_doctor(
+    daemon: Daemon, sandboxes: Sandboxes, task: Task, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert describe(Engine(daemon.address)).endswith("cgroup v1") or describe(Engine(daemon.address)).endswith("cgroup v2")
+    monkeypatch.setattr("rl360.agents.sandbox.docker.bounded.PATH", "/nowhere")
+    assert "mkfs.ext4 is missing: install e2fsprogs" in describe(Engine(daemon.address))
+    sandbox = sandboxes.start(task)
+    assert judged(sandboxes, sandbox, task) == 0.0
+    assert [r.message.partition(" (")[0] for r in caplog.records] == ["what a container writes in all can't be bounded, only each file"]
 
 
 def test_a_daemon_elsewhere_does_not_see_our_mounts(daemon: Daemon) -> None:

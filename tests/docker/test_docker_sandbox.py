@@ -25,7 +25,7 @@ from rl360.agents.tasks import Task, load_task
 from rl360.agents.verify import verify
 from rl360.bus.events import Boundary, Cause
 from rl360.config import Sandbox as SandboxSection
-from tests.agents.conftest import Sandboxes
+from tests.agents.conftest import RUN, Sandboxes
 from tests.agents.harbor import make_task
 from tests.agents.test_leases import VICTIM
 from tests.docker.daemon import BASE, Daemon
@@ -53,7 +53,7 @@ def test_a_container_has_labels_limits_reservations_and_few_rights(daemon: Daemo
     host, config = seen["HostConfig"], seen["Config"]
     assert isinstance(host, dict) and isinstance(config, dict)
     assert {k: v for k, v in config["Labels"].items() if k.startswith("rl360.") and k != "rl360.image"} == {
-        "rl360.run": "pytest",
+        "rl360.run": RUN,
         "rl360.attempt": sandbox.id,
         "rl360.sandbox": sandbox.id,
         "rl360.lease": sandboxes.lease.name,
@@ -199,7 +199,7 @@ def test_a_public_network_is_given_by_the_tasks_word_alone(sandboxes: Sandboxes,
 
 
 def killed_runner(root: Path, task: Task) -> None:
-    argv = [sys.executable, "-c", VICTIM, str(root), str(task.dir), "docker"]
+    argv = [sys.executable, "-c", VICTIM, str(root), str(task.dir), RUN, "docker"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as runner:
         assert runner.stdout is not None
         assert runner.stdout.readline() == b"up\n"
@@ -221,12 +221,12 @@ def test_cases_39_a_container_ends_with_its_runner_and_a_sweep_removes_it(
     alive = sandboxes.start(task)
     root = tmp_path / "other"
     killed_runner(root, task)
-    assert left(daemon, "victim") != []
+    assert left(daemon, f"{RUN}-victim") != []
     deadline = time.monotonic() + 10
-    while daemon.call("ps", "-q", "--filter", "label=rl360.lease=victim").stdout:  # before any sweep: its input ended
+    while daemon.call("ps", "-q", "--filter", f"label=rl360.lease={RUN}-victim").stdout:  # before any sweep: its input ended
         assert time.monotonic() < deadline
     assert sweep(root) == ("s0",)
-    assert left(daemon, "victim") == []
+    assert left(daemon, f"{RUN}-victim") == []
     assert list(root.iterdir()) == []
     assert sweep(sandboxes.root) == ()
     assert alive.exec("echo alive", 5).output == "alive\n"

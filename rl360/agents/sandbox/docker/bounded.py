@@ -15,13 +15,17 @@ import shutil
 import socket
 import struct
 import subprocess
+import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox import kernel
 from rl360.agents.sandbox.base import PATH
+from rl360.bus.events import Boundary, Cause
 
 if TYPE_CHECKING:
     from rl360.agents.sandbox.docker.engine import Engine
@@ -37,7 +41,7 @@ _BYTES_PER_INODE: Final = 4096
 _INODE: Final = 256  # bytes of one, which lie in the file system too
 _SLACK: Final = 4 << 20  # of everything else that mkfs lays down
 _BLOCK: Final = 4096
-_MKFS_SECONDS: Final = 60.0
+_TRY_SECONDS: Final = 10.0
 _LOOP_FREE: Final = 0x4C82
 _LOOP_CONFIGURE: Final = 0x4C0A
 _LOOP_CONFIG: Final = "II5Q4I64s64s32s2Q8Q"
@@ -58,31 +62,51 @@ def same_mounts(address: str) -> bool:
         return False
 
 
-def bound_container(engine: Engine, container: str, limit: int) -> None:
+def bound_container(engine: Engine, container: str, limit: int, seconds: float) -> None:
     """Let an unstarted container write `limit` bytes more in its layer, and as much in each volume that is not bounded yet.
 
-    Warns once where it can't be done.
+    Does nothing where this machine can't (`why_not`, which is told once). Raises OSError, and InfraError after `seconds`.
     """
+    with engine.bounding:
+        if engine.bounds is None:
+            why = why_not(engine)
+            engine.bounds = not why
+            if why:
+                log.warning(UNBOUNDED, why)
+    end = time.monotonic() + seconds
+    for folder in _folders(engine, container) if engine.bounds else ():
+        if not folder.is_mount():
+            bound(folder, limit, end - time.monotonic())
+
+
+def why_not(engine: Engine) -> str:
+    """Why what a container writes can't be bounded by this process; "" when it can: it was tried."""
+    if not engine.here:
+        return "the daemon does not see this process's mounts"
+    if engine.info["Driver"] != "overlay2":
+        return f"the daemon's storage driver is {engine.info['Driver']}, and only overlay2's layers are known"
     try:
-        if not engine.here:
-            raise OSError("the daemon does not see this process's mounts")
-        for folder in _folders(engine, container):
-            if not folder.is_mount():
-                bound(folder, limit)
-    except OSError as e:
-        if not engine.told_unbounded:
-            engine.told_unbounded = True
-            log.warning(UNBOUNDED, e)
+        with tempfile.TemporaryDirectory(prefix="rl360-", dir=engine.info["DockerRootDir"]) as root:
+            folder = Path(root, "tried")
+            folder.mkdir()
+            bound(folder, 0, _TRY_SECONDS)
+            release(folder)
+    except (OSError, InfraError) as e:
+        return str(e)
+    return ""
 
 
-def bound(folder: Path, limit: int) -> None:
-    """Mount a file system over `folder` that holds what is there and has room for `limit` bytes more. Raises OSError."""
+def bound(folder: Path, limit: int, seconds: float) -> None:
+    """Mount a file system over `folder` that holds what is there and has room for `limit` bytes more.
+
+    Raises OSError, and InfraError after `seconds`.
+    """
     owner = folder.stat()
     size = (_used(folder) + limit) * (_BYTES_PER_INODE + _INODE) // _BYTES_PER_INODE + _SLACK
     fd = os.open(folder.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, size)
-        _make(fd, folder)
+        _make(fd, folder, seconds)
         number, device = _attach(fd)
         with os.fdopen(device, "rb"):
             kernel.mount_ext4(f"/dev/loop{number}", folder, "noinit_itable")
@@ -103,8 +127,6 @@ def _folders(engine: Engine, container: str) -> list[Path]:
     seen = engine.api.inspect_container(container)
     folders = [Path(m["Source"]) for m in seen["Mounts"] if m["Type"] == "volume"]
     if not engine.quota:
-        if seen["GraphDriver"]["Name"] != "overlay2":
-            raise OSError(f"the daemon's storage driver is {seen['GraphDriver']['Name']}, and only overlay2's layers are known here")
         folders.append(Path(seen["GraphDriver"]["Data"]["UpperDir"]).parent)
     return folders
 
@@ -119,13 +141,17 @@ def _used(folder: Path) -> int:
     return total
 
 
-def _make(fd: int, folder: Path) -> None:
+def _make(fd: int, folder: Path, seconds: float) -> None:
     program = shutil.which("mkfs.ext4", path=PATH)
     if program is None:
         raise OSError("mkfs.ext4 is missing: install e2fsprogs")
     argv = [program, "-q", "-F", "-b", str(_BLOCK), "-i", str(_BYTES_PER_INODE), "-I", str(_INODE), "-m", "0", "-O", "^has_journal"]
     argv += ["-E", "nodiscard,lazy_itable_init=1", "-d", str(folder), f"/proc/self/fd/{fd}"]
-    done = subprocess.run(argv, pass_fds=(fd,), stdin=subprocess.DEVNULL, capture_output=True, timeout=_MKFS_SECONDS, check=False)
+    try:
+        done = subprocess.run(argv, pass_fds=(fd,), stdin=subprocess.DEVNULL, capture_output=True, timeout=max(0.0, seconds), check=False)
+    except subprocess.TimeoutExpired:
+        why = f"the file system for {folder} was not made in the {seconds:.1f} s that were left; raise budgets.setup"
+        raise InfraError(Boundary.SANDBOX, Cause.TIMEOUT, why) from None
     if done.returncode:
         raise OSError(f"mkfs.ext4: {done.stderr.decode(errors='replace').strip()[:300]}")
 

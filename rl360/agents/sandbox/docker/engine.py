@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rl360.agents.outcomes import InfraError
-from rl360.agents.sandbox.docker.bounded import release, same_mounts
+from rl360.agents.sandbox.docker.bounded import release, same_mounts, why_not
 from rl360.bus.events import Boundary, Cause
 from rl360.extras import MissingExtra
 
@@ -56,7 +56,9 @@ class Engine:
         """Whether the storage driver can bound what a container writes; learned when it refuses for the first time."""
         self.here = same_mounts(address)
         """Whether the daemon sees what this process mounts."""
-        self.told_unbounded = False
+        self.bounding = threading.Lock()
+        self.bounds: bool | None = None
+        """Whether `bounded.py` can bound what a container writes; None: not tried yet."""
         try:
             self.info: Mapping[str, Any] = self.api.info()
         except (self._sdk.errors.DockerException, OSError) as e:
@@ -175,8 +177,8 @@ def describe(engine: Engine) -> str:
     info = engine.info
     pairs: list[tuple[str, str]] = info.get("DriverStatus") or []
     backing = dict(pairs).get("Backing Filesystem", "")
-    hard = (info["Driver"], backing) == ("overlay2", "xfs") or engine.here
-    disk = "" if hard else "; no limit of a container's disk (run as root on the daemon's machine, or have xfs with pquota)"
+    why = "" if (info["Driver"], backing) == ("overlay2", "xfs") else why_not(engine)
+    disk = f"; no limit of a container's disk ({why})" if why else ""
     storage = f"{info['Driver']} on {backing or 'its own'}, cgroup v{info.get('CgroupVersion', 1)}"
     return f"Docker {info['ServerVersion']} at {engine.address}, {storage}{disk}"
 

@@ -91,7 +91,7 @@ class DockerSandbox:
             made = self._make("", argv, self._task.env, network, volumes, held=True)
             for inside, folder in {**({self._task.workdir: self._files} if self._files else {}), **self._read_only}.items():
                 self._copy_in(made, folder, inside)
-            bound_container(self._engine, made, self._limits.storage_mb << 20)
+            bound_container(self._engine, made, self._limits.storage_mb << 20, end - time.monotonic())
             keeper, _ = hijack(self._engine.address, f"/containers/{made}/attach?stream=1&stdin=1", None, CALL_SECONDS)
             self._held = commands.Held(self._engine, made, keeper)
             self._engine.api.start(made)
@@ -140,7 +140,7 @@ class DockerSandbox:
             made = self._make(f"-v{number}", argv, env, network, volumes, empty=frozenset(run.writable), asks=network.filtered)
             for inside, folder in run.read_only.items():
                 self._copy_in(made, folder, inside)
-            bound_container(self._engine, made, self._limits.storage_mb << 20)
+            bound_container(self._engine, made, self._limits.storage_mb << 20, end - time.monotonic())
             begin = (lambda: self._open(made, network)) if network.filtered else None
             result = until_end(self._engine, made, end - time.monotonic(), begin)
             self._close_egresses()
