@@ -65,10 +65,11 @@ def _warnings(task: Task, file: TaskFile, kind: str) -> Iterator[tuple[str, str]
     if not task.oracle:
         yield "no solution", "solution/solve.sh is missing, so the oracle can't qualify the task"
     for step in task.steps or (task,):
-        yield from _test_warnings(task.dir / "steps" / step.step if step.step else task.dir, task.dir, kind)
+        reaches = kind == "docker" or step.verifier_network.filtered
+        yield from _test_warnings(task.dir / "steps" / step.step if step.step else task.dir, task.dir, reaches)
 
 
-def _test_warnings(folder: Path, whole: Path, kind: str) -> Iterator[tuple[str, str]]:
+def _test_warnings(folder: Path, whole: Path, reaches: bool) -> Iterator[tuple[str, str]]:
     path = next(p for p in (folder / "tests" / "test.sh", whole / "tests" / "test.sh") if p.is_file())
     name, test = path.relative_to(whole).as_posix(), _text(path)
     if not os.access(path, os.X_OK):
@@ -77,8 +78,8 @@ def _test_warnings(folder: Path, whole: Path, kind: str) -> Iterator[tuple[str, 
         yield "no reward named", f"{name} names neither reward.txt nor reward.json; something else must write the reward"
     if _EXITS_EARLY.search(test) and "trap " not in test:
         yield "set -e", f"{name} sets -e without a trap: a failing test ends it before a reward is written, and the attempt has none"
-    if kind != "docker" and _NETWORK.search(test):
-        yield "verifier network", f"{name} reaches for the network, which sandboxes don't have"
+    if not reaches and _NETWORK.search(test):
+        yield "verifier network", f"{name} reaches for the network, which this sandbox doesn't have without an allowlist"
 
 
 def _text(path: Path) -> str:
