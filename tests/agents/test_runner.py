@@ -122,11 +122,11 @@ class Stage:
             stop.set()
             await asyncio.wait_for(main, 20)
 
-    async def outcomes(self, count: int) -> dict[str, VerifierResult | InfraFailed]:
+    async def outcomes(self, count: int, seconds: float = 30.0) -> dict[str, VerifierResult | InfraFailed]:
         """The first `count` terminal outcomes, by attempt; each attempt at most once."""
         found: dict[str, VerifierResult | InfraFailed] = {}
         stop = asyncio.Event()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(seconds):
             async for record in self.bus.follow(types=[VerifierResult, InfraFailed], stop=stop):
                 assert isinstance(record.event, VerifierResult | InfraFailed)
                 assert record.event.attempt not in found
