@@ -28,6 +28,7 @@ async def test_hostile_agents_get_what_they_earned_and_hurt_nobody(
     assert stage.nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, raises=TimeoutError, reason="the runner asks the daemon before it kills, and waits for its answer")
 async def test_s14_an_agent_that_stops_what_the_daemon_starts_is_judged(
     daemon: Daemon,
