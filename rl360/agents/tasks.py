@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -308,6 +309,11 @@ def _reward_range(file: TaskFile, toml: Path) -> tuple[float, float]:
 
 def _pair(declared: object, toml: Path) -> tuple[float, float]:
     values = cast(list[Any], declared) if isinstance(declared, list) else []
-    if len(values) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
-        raise TaskError(f"{toml}: key 'metadata.reward_range': {declared!r} must be two numbers, [low, high]")
+    if len(values) != 2 or not all(map(_is_number, values)):
+        raise TaskError(f"{toml}: key 'metadata.reward_range': {declared!r} can't be the range; write two numbers, [low, high]")
     return float(values[0]), float(values[1])
+
+
+def _is_number(value: object) -> bool:
+    """One that a float holds: TOML has integers of any size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -sys.float_info.max <= value <= sys.float_info.max

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rl360.agents import support
@@ -209,6 +209,8 @@ def inline(value: object) -> str:
     return json.dumps(value)
 
 
+@example({"metadata": {"reward_range": []}})
+@example({"metadata": {"reward_range": [0, 10**400]}})
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(KEYS), TABLES, max_size=5))
 def test_lint_never_crashes_and_says_what_load_refuses(tmp_path: Path, data: dict[str, object]) -> None:
