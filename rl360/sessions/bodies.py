@@ -32,7 +32,7 @@ async def read(request: web.Request) -> bytes:
         raise RequestError(415, "unsupported_encoding", detail, "content-encoding")
     try:
         data = await request.read()
-    except web.RequestPayloadError as e:
+    except (web.RequestPayloadError, ConnectionResetError) as e:  # it hung up: nobody reads the answer
         raise RequestError(400, "invalid_body", f"the body can't be read to its end: {e}") from None
     if coding in ("", "identity"):
         return data

@@ -98,6 +98,16 @@ async def pusher() -> AsyncIterator[Pusher]:
         yield pusher
 
 
+PATIENCE = 60.0
+
+
+@pytest.fixture
+async def patient() -> AsyncIterator[Pusher]:
+    """What it ends sooner was not ended by a clock."""
+    async with Pusher(bucket_bytes=BUCKET, timeout=2 * PATIENCE, call_timeout=PATIENCE) as pusher:
+        yield pusher
+
+
 def results(outcome: PushOutcome) -> dict[str, ev.PushResult]:
     return {r.generation: r for r in outcome.results}
 
@@ -139,24 +149,26 @@ async def test_no_engine_is_no_error(pusher: Pusher) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_the_version(start: Any, pusher: Pusher, call: int) -> None:
+async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_the_version(
+    start: Any, patient: Pusher, call: int
+) -> None:
     a, b = await start(), await start()
     await b.fault("die", UPDATE, call)
-    outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "b": b.url})
+    outcome = await patient.push(1, WEIGHTS, {"a": a.url, "b": b.url})
     found = results(outcome)
     assert found["a"].ok and not found["b"].ok and "lost" in found["b"].error
     assert [p.generations for p in outcome.built] == [("a", "b"), ("a",)]
     assert await a.checksums() == checksum_of(WEIGHTS.items())
     assert (await a.state())["version"] == "1" and not (await a.state())["paused"]
-    assert outcome.seconds < 2, "a dead engine is noticed by its connection, not by a timeout"
+    assert outcome.seconds < PATIENCE, "a dead engine is noticed by its connection, not by a timeout"
 
 
-async def test_an_engine_that_is_down_before_the_push_costs_no_timeout(start: Any, pusher: Pusher) -> None:
+async def test_an_engine_that_is_down_before_the_push_costs_no_timeout(start: Any, patient: Pusher) -> None:
     a, b = await start(), await start()
     os.kill(b.pid, signal.SIGKILL)
-    outcome = await pusher.push(1, WEIGHTS, {"a": a.url, "b": b.url})
+    outcome = await patient.push(1, WEIGHTS, {"a": a.url, "b": b.url})
     assert [r.ok for r in outcome.results] == [True, False]
-    assert outcome.seconds < 2, "a dead engine is noticed by its connection, not by a timeout"
+    assert outcome.seconds < PATIENCE, "a dead engine is noticed by its connection, not by a timeout"
 
 
 async def test_case35_a_hung_engine_holds_nobody_beyond_the_deadline(start: Any, pusher: Pusher) -> None:
