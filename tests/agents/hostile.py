@@ -151,7 +151,9 @@ def wrong(attack: Attack, outcome: VerifierResult | InfraFailed) -> str:
     return "" if dead <= written + 0.05 else f"the reward was written {dead - written:.2f} s before the agent was dead"
 
 
-async def play(stage: Stage, attacks: Sequence[str], *, seconds: float = 120.0, **sandbox: object) -> dict[str, str]:
+async def play(
+    stage: Stage, attacks: Sequence[str], *, seconds: float = 120.0, command_timeout: float = 3.0, **sandbox: object
+) -> dict[str, str]:
     """Run attacks with a well-behaved neighbour to every three of them, in one runner; what went wrong, by name."""
     neighbour, clocks = stage.task, {**BUDGETS, "queue": 300.0}  # they wait for eight slots, on a machine that may be busy
     names: dict[str, str] = {}
@@ -162,7 +164,7 @@ async def play(stage: Stage, attacks: Sequence[str], *, seconds: float = 120.0, 
         if number % 3 == 0:
             stage.task = neighbour
             names[await stage.admit(**clocks)] = f"neighbour of {name}"
-    agent = {"script": ["oracle", "true"], "command_timeout": 3.0}
+    agent = {"script": ["oracle", "true"], "command_timeout": command_timeout}
     async with stage.running(agent=agent, runners={"slots": 8}, sandbox={**LIMITS, **sandbox}):
         outcomes = await stage.outcomes(len(names), seconds)
     return {name: why for id, name in names.items() if (why := wrong(ATTACKS.get(name, GOOD), outcomes[id]))}

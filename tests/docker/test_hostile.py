@@ -15,6 +15,7 @@ HOLDS_THE_DAEMON = "stops all, again and again"
 """It stops the exec that the daemon is just starting; until that one ends, the daemon answers nothing about the container."""
 
 
+@pytest.mark.slow
 async def test_hostile_agents_get_what_they_earned_and_hurt_nobody(
     daemon: Daemon,
     stage: Stage,  # noqa: F811
@@ -22,7 +23,7 @@ async def test_hostile_agents_get_what_they_earned_and_hurt_nobody(
 ) -> None:
     monkeypatch.setattr(base, "PROBE_SECONDS", 1.5)
     attacks = [name for name in ATTACKS if name != HOLDS_THE_DAEMON]
-    assert await play(stage, attacks, kind="docker", seconds=150.0) == {}
+    assert await play(stage, attacks, kind="docker", seconds=170.0, command_timeout=15.0) == {}
     for kind in (("ps", "-aq"), ("volume", "ls", "-q")):
         assert daemon.call(*kind, "--filter", f"label=rl360.run={stage.bus.run}").stdout == ""
     assert stage.nothing_left()

@@ -149,9 +149,7 @@ async def test_no_engine_is_no_error(pusher: Pusher) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_the_version(
-    start: Any, patient: Pusher, call: int
-) -> None:
+async def test_case33_an_engine_that_dies_in_a_push_is_left_out_and_the_rest_get_it(start: Any, patient: Pusher, call: int) -> None:
     a, b = await start(), await start()
     await b.fault("die", UPDATE, call)
     outcome = await patient.push(1, WEIGHTS, {"a": a.url, "b": b.url})
