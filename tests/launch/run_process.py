@@ -110,3 +110,10 @@ async def running(path: Path, *arguments: str, overrides: tuple[str, ...] = SMAL
 def leftovers(path: Path) -> list[str]:
     """Command lines of processes that still mention the run's folder."""
     return RunDir(path).processes()
+
+
+async def nothing_left(path: Path, seconds: float = 20) -> None:
+    """Wait until no process mentions the folder: sandboxes of a run that ended at once end when they find it gone."""
+    async with asyncio.timeout(seconds):
+        while leftovers(path):
+            await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from rl360.child import Child
 from rl360.launch.hang_watch import GAP, HangWatch, Pulse
 from rl360.launch.journal_files import records
 from rl360.launch.pulse import FOLDER, HangCare, beat
-from tests.launch.run_process import SMALL, leftovers, running
+from tests.launch.run_process import SMALL, nothing_left, running
 from tests.launch.test_run import RECIPE, whole
 
 
@@ -126,7 +126,7 @@ async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_an
             assert await run.ended(20) == status
         said = run.output.decode()
         assert "Traceback" not in said and (number is signal.SIGKILL or f"go on with: rl360 run --resume {path}" in said)
-        assert leftovers(path) == []
+        await nothing_left(path)
         arguments = ("--resume",)
     async with running(path, "--resume", str(path), overrides=()) as resumed:
         assert await resumed.ended(120) == 0, resumed.output.decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections import Counter
@@ -16,7 +15,7 @@ from rl360.bus.blobs import BlobStore
 from rl360.bus.codec import Recorded
 from rl360.journal.source import Reading
 from rl360.launch import journal_files
-from tests.launch.run_process import SMALL, RunProcess, leftovers, running
+from tests.launch.run_process import SMALL, RunProcess, leftovers, nothing_left, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RECIPE = "recipes/tiny.toml"
@@ -122,9 +121,7 @@ async def test_cases_39_a_second_interrupt_kills_all_at_once_and_resume_goes_on(
         await run.said("interrupt again to kill")
         run.interrupt()
         assert await run.ended(20) == 130
-    async with asyncio.timeout(20):  # init buries them
-        while leftovers(path):
-            await asyncio.sleep(0.05)
+    await nothing_left(path)
     async with running(path, "--resume", str(path), overrides=()) as resumed:
         assert await resumed.ended(200) == 0, resumed.output.decode()
     await whole(path, 1)
