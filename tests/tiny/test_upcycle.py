@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,14 @@ def test_without_noise_the_logits_are_the_dense_ones(tmp_path):
     upcycle(DENSE, tmp_path, Recipe(experts=4, topk=2, noise=0.0), seed=0)
     assert (logits(tmp_path) - logits(DENSE)).abs().max() < 1e-4
     assert shape_of(json.loads((tmp_path / "config.json").read_text())).layers == 3
+
+
+def test_wider_heads_say_the_same(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "bench" / "wide_policy.py", tmp_path / "wide"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=120)
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["head_dim"] == 64
+    assert (logits(tmp_path / "wide") - logits(DENSE)).abs().max() < 1e-3
 
 
 def test_noise_parts_the_experts_and_moves_the_policy_a_little(tmp_path):
