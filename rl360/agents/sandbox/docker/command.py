@@ -2,20 +2,26 @@
 
 The first process of the container is a shell that reads process groups to kill from us, so a kill needs no new process
 and works in a container that may have no more. It ends with its input, that is, with the runner.
+
+While a process that the daemon just started in a container is stopped, which whoever runs inside can see to, the daemon answers
+nothing about that container. So no wait for it goes on for ever: what is inside is killed from outside, and it answers.
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import OUTPUT_LIMIT, ExecResult
 from rl360.agents.sandbox.docker.engine import CALL_SECONDS, Engine
+from rl360.agents.sandbox.docker.inside import end_in, kill_in
 from rl360.agents.sandbox.docker.stream import Kept, follow, hijack
 from rl360.agents.sandbox.process import FLOOD_LIMIT, text
 from rl360.bus.events import Boundary, Cause
@@ -34,17 +40,34 @@ FIRST_SCRIPT: Final = 'trap "" TERM INT HUP QUIT; while read -r group; do kill -
 _WRAPPER: Final = r"""echo $$; /bin/bash -c "$1" bash 2>&1 </dev/null; s=$?; printf '\0%s %s\n' "$2" "$s" """
 """Says its process group first and the command's status last. A command that forges the last line forges its own status."""
 
+_KILLED: Final = 137
 _KILL_SECONDS: Final = 10.0
 _NOTICE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True)
 class Held:
-    """A running container and the connection to its first process's input."""
+    """A running container, the connection to its first process's input, and that process's number on the daemon's machine."""
 
     engine: Engine
     container: str
     keeper: socket.socket
+    label: str
+    pid: int = 0  # not started yet
+
+    def kill_commands(self) -> bool:
+        """Kill all but the first process, without the daemon; False where that can't be done from here."""
+        return kill_in(self.pid, self.label)
+
+    def end(self) -> None:
+        """Kill all, without the daemon, where that can be done from here."""
+        end_in(self.pid, self.label)
+
+
+class Freed:
+    """Whether what is inside had to be killed for the daemon to answer."""
+
+    happened = False
 
 
 class Said:
@@ -98,27 +121,55 @@ class Said:
 
 
 def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: str) -> ExecResult:
-    """Run it. Raises what the SDK raises, OSError, and InfraError when a command can't be killed."""
+    """Run it. Raises what the SDK raises, OSError, and InfraError when a command can't be killed.
+
+    One that did not begin in time is over like one that did not end, where all could be killed: whether the sandbox still
+    starts what it is asked to is the caller's next question.
+    """
     deadline = time.monotonic() + timeout
     nonce = secrets.token_hex(8)
     argv = ["/bin/bash", "-c", _WRAPPER, "rl360", command, nonce]
-    engine = held.engine
-    made = engine.api.exec_create(held.container, argv, environment=dict(env), workdir=cwd)["Id"]
-    link, rest = hijack(engine.address, f"/exec/{made}/start", {"Detach": False, "Tty": False}, CALL_SECONDS)
-    with link:
-        said = Said(nonce)
-        ended = follow(link, rest, deadline, said.feed, lambda: said.status is not None or said.total > FLOOD_LIMIT)
+    engine, said = held.engine, Said(nonce)
+    with _freed(held, timeout, lambda: said.group is None) as freed:
+        try:
+            made = engine.api.exec_create(held.container, argv, environment=dict(env), workdir=cwd)["Id"]
+            link, rest = hijack(engine.address, f"/exec/{made}/start", {"Detach": False, "Tty": False}, CALL_SECONDS)
+            with link:
+                ended = follow(link, rest, deadline, said.feed, lambda: said.status is not None or said.total > FLOOD_LIMIT)
+        except (OSError, engine.errors.DockerException):
+            if not freed.happened:
+                raise
+            return ExecResult(_KILLED, "", False, timed_out=True)
     if said.status is not None:
         return ExecResult(said.status, text(said.output), said.total > OUTPUT_LIMIT)
-    if ended:
-        _outlived(engine, held.container)
-        return ExecResult(_ended(engine, made, 0.0), text(said.output), said.total > OUTPUT_LIMIT)
-    flooded = said.total > FLOOD_LIMIT
-    if not said.group:
-        raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the Docker daemon did not start a command in {timeout:.1f} s")
-    held.keeper.sendall(b"%d\n" % said.group)
-    status = _ended(engine, made, _KILL_SECONDS)
+    with _freed(held, _KILL_SECONDS):
+        if ended and not freed.happened:
+            _outlived(engine, held.container)
+            return ExecResult(_ended(engine, made, 0.0), text(said.output), said.total > OUTPUT_LIMIT)
+        flooded = said.total > FLOOD_LIMIT
+        if said.group:
+            held.keeper.sendall(b"%d\n" % said.group)
+        elif not held.kill_commands():
+            raise InfraError(Boundary.SANDBOX, Cause.LOST, f"the Docker daemon did not start a command in {timeout:.1f} s")
+        status = _ended(engine, made, _KILL_SECONDS)
     return ExecResult(status, text(said.output), flooded or said.total > OUTPUT_LIMIT, timed_out=not flooded)
+
+
+@contextmanager
+def _freed(held: Held, seconds: float, held_up: Callable[[], bool] = lambda: True) -> Generator[Freed]:
+    """Kill what is inside after so many seconds, when what is waited for is then `held_up`."""
+    freed = Freed()
+
+    def free() -> None:
+        freed.happened = held_up() and held.kill_commands()
+
+    timer = threading.Timer(seconds, free)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield freed
+    finally:
+        timer.cancel()
 
 
 def _outlived(engine: Engine, container: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox import kernel
@@ -53,29 +55,37 @@ def listen_in(pid: int, label: str, port: int = 0) -> socket.socket:
 def _see(pid: int, label: str) -> None:
     """Wait until the process shows the label. Raises OSError when it does not."""
     end = time.monotonic() + _LABEL_SECONDS
-    while f"{LABEL}={label}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+    while not _is(pid, label):
         if time.monotonic() > end:
             raise ProcessLookupError(f"process {pid} here is not the sandbox's")
         time.sleep(0.005)
 
 
-def kill_in(pid: int, label: str) -> None:
-    """Kill all but the first process, `pid`, of a container; nothing when it isn't this machine's."""
-    try:
-        ours = f"{LABEL}={label}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return
+def kill_in(pid: int, label: str) -> bool:
+    """Kill all but the first process, `pid`, of a container. False, and nothing done, when it isn't this machine's, or is gone."""
+    ours = _is(pid, label)
     if ours:
         kill_others(pid)
+    return ours
 
 
-def oom_kills(container: str, state: Mapping[str, Any]) -> int:
-    """Processes that the memory limit killed: counted by its cgroup where that can be read, else 1 for what `inspect` knows."""
-    counted = 0
-    if (pid := int(state["Pid"])) > 0:
-        for group in _cgroups(pid):
-            counted = max(counted, group.oom_kills())
-    return max(counted, int(bool(state["OOMKilled"])))
+def end_in(pid: int, label: str) -> None:
+    """Kill the first process of a container, and with it all others; nothing when it isn't this machine's, or is gone."""
+    if _is(pid, label):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is(pid: int, label: str) -> bool:
+    try:
+        return f"{LABEL}={label}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def oom_kills(pid: int) -> int:
+    """Processes that the memory limit of the container with this first process killed; 0 where its cgroup can't be read."""
+    return max((group.oom_kills() for group in _cgroups(pid)), default=0) if pid > 0 else 0
 
 
 def _cgroups(pid: int) -> list[Cgroup]:

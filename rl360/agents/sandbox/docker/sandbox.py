@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,7 @@ from rl360.agents.sandbox.docker.bounded import bound_container
 from rl360.agents.sandbox.docker.container import PUBLIC, Making, create
 from rl360.agents.sandbox.docker.engine import ATTEMPT, CALL_SECONDS, LEASE, RUN, SANDBOX, Engine
 from rl360.agents.sandbox.docker.images import Images, Source
-from rl360.agents.sandbox.docker.inside import kill_in, listen_in, oom_kills
+from rl360.agents.sandbox.docker.inside import listen_in, oom_kills
 from rl360.agents.sandbox.docker.sealed import until_end
 from rl360.agents.sandbox.docker.stream import hijack
 from rl360.agents.sandbox.egress import Egress
@@ -93,8 +94,9 @@ class DockerSandbox:
                 self._copy_in(made, folder, inside)
             bound_container(self._engine, made, self._limits.storage_mb << 20, end - time.monotonic())
             keeper, _ = hijack(self._engine.address, f"/containers/{made}/attach?stream=1&stdin=1", None, CALL_SECONDS)
-            self._held = commands.Held(self._engine, made, keeper)
+            self._held = commands.Held(self._engine, made, keeper, self._lease.label(self.id))
             self._engine.api.start(made)
+            self._held = replace(self._held, pid=int(self._engine.state(made)["Pid"]))  # known from now on without the daemon
             self._container = made
             if network.filtered:
                 self._open(made, network)
@@ -108,14 +110,12 @@ class DockerSandbox:
             return commands.run(held, command, timeout, env or {}, self._task.workdir)
 
     def listen(self) -> socket.socket:
-        made = self._started().container
-        with self._explained(made):
-            return listen_in(int(self._engine.state(made)["Pid"]), self._lease.label(self.id))
+        held = self._started()
+        with self._explained(held.container):
+            return listen_in(held.pid, held.label)
 
     def kill_commands(self) -> None:
-        made = self._started().container
-        with self._explained(made):
-            kill_in(int(self._engine.state(made)["Pid"]), self._lease.label(self.id))
+        self._started().kill_commands()
 
     def kill_all(self) -> float:
         made = self._started(killed=True).container
@@ -153,10 +153,7 @@ class DockerSandbox:
             return result
 
     def oom_kills(self) -> int:
-        if self._container and self._dead_at is None:
-            with self._engine.typed("the sandbox can't be inspected"):
-                return self._oom + oom_kills(self._container, self._engine.state(self._container))
-        return self._oom
+        return self._oom + (oom_kills(self._held.pid) if self._held is not None and self._dead_at is None else 0)
 
     def abort(self) -> None:
         self._aborted = self._killed = True
@@ -168,6 +165,7 @@ class DockerSandbox:
         with boundary(Boundary.SANDBOX), self._engine.typed("the sandbox can't be removed"):
             self._aborted = self._killed = True
             if self._held is not None:
+                self._held.end()
                 self._held.keeper.close()
             self._close_egresses()
             for made in self._containers:
@@ -246,13 +244,14 @@ class DockerSandbox:
     def _kill(self, made: str) -> None:
         """Kill a container and see that it ended; one that ended already, or never was, is fine."""
         with self._killing:
-            ours = made == self._container
-            if ours:
+            held = self._held if made == self._container else None
+            counted = 0
+            if held is not None:
                 self._killed = True
                 if self._dead_at is not None:
                     return
-                with suppress(self._engine.errors.NotFound):
-                    self._oom += oom_kills(made, self._engine.state(made))
+                counted = oom_kills(held.pid)
+                held.end()  # an agent can keep the daemon from answering as long as it lives
             try:
                 self._engine.api.kill(made)
             except self._engine.errors.NotFound:
@@ -261,7 +260,8 @@ class DockerSandbox:
                 if e.status_code != 409:  # it does not run
                     raise
             self._engine.api.wait(made, timeout=_KILL_SECONDS, condition="not-running")
-            if ours:
+            if held is not None:
+                self._oom += max(counted, int(bool(self._engine.state(made)["OOMKilled"])))
                 self._dead_at = time.time()
 
     def _started(self, *, killed: bool = False) -> commands.Held:
