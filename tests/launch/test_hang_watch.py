@@ -103,17 +103,6 @@ async def test_workers_and_servers_that_are_stopped_are_found_recorded_and_repla
 
 
 @pytest.mark.slow
-async def test_a_run_goes_on_without_whoever_read_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=1")) as run:
-        assert run.process.stdout is not None
-        run.process.stdout._transport.close()  # type: ignore[attr-defined]
-        async with asyncio.timeout(90):
-            assert await run.process.wait() == 0
-    await whole(path, 1)
-
-
-@pytest.mark.slow
 async def test_a_run_that_is_ended_while_it_qualifies_tasks_says_how_to_go_on_and_goes_on(tmp_path: Path) -> None:
     path, arguments = tmp_path / "run", (RECIPE, "--dir")
     for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 128 + signal.SIGINT)):
