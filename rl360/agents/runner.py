@@ -35,7 +35,7 @@ from rl360.agents.tasks import Task, TaskError, TaskIndex
 from rl360.agents.waves import Start, pull_share, retry_at
 from rl360.bus.client import Delivery
 from rl360.bus.connection import BusError
-from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, Purpose, RolloutAdmitted, session_id
+from rl360.bus.events import Boundary, Cause, Event, FaultInjected, InfraFailed, LimitNotEnforced, Purpose, RolloutAdmitted, session_id
 from rl360.bus.publisher import PubAck
 from rl360.bus.worker import WorkerContext
 from rl360.config import Agent
@@ -61,6 +61,8 @@ async def main(ctx: WorkerContext) -> None:
     try:
         maker = await asyncio.to_thread(SandboxMaker, ctx.config.sandbox, lease, ctx.bus.run)
         async with Sessions(ctx.addresses.sessions, ctx.secrets.admin) as sessions:
+            for limit, why in (await asyncio.to_thread(maker.unenforced)).items():
+                await ctx.bus.publish(LimitNotEnforced(run=ctx.bus.run, node=_node(ctx), limit=limit, why=why))
             lives = await Lives.read(ctx.bus)
             await Runner(ctx, _shop(ctx, lease, maker, sessions, pool, lives.started), lives).run()
         await asyncio.to_thread(maker.close)
@@ -69,6 +71,10 @@ async def main(ctx: WorkerContext) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(lease.release)
         await _sweep(ctx, root)
+
+
+def _node(ctx: WorkerContext) -> str:
+    return f"{socket.gethostname()}/{ctx.name}"
 
 
 async def _sweep(ctx: WorkerContext, root: Path) -> None:
@@ -281,7 +287,7 @@ def _shop(ctx: WorkerContext, lease: Lease, maker: SandboxMaker, sessions: Sessi
 
     return Shop(
         run=ctx.bus.run,
-        node=f"{socket.gethostname()}/{ctx.name}",
+        node=_node(ctx),
         image=ctx.config.sandbox.kind,
         config=ctx.config.agent,
         up=run_started,

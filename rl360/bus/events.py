@@ -488,6 +488,14 @@ class WorkerGivenUp(Event, frozen=True, kw_only=True):
     resumed: int = 0
 
 
+class LimitNotEnforced(Event, frozen=True, kw_only=True):
+    """Sandboxes on a node go without a limit that this machine can't enforce: they are weaker than the recipe says."""
+
+    node: str
+    limit: str  # what is not bounded
+    why: str  # and the remedy
+
+
 class LateOutcome(OfSession, frozen=True, kw_only=True):
     """A terminal outcome that came after the first one of its attempt: counted, changes nothing (S16)."""
 
@@ -547,6 +555,7 @@ AnyEvent = Union[  # noqa: UP007  (msgspec reads it at run time; one member a li
     JournalRewound,
     BlobsPruned,
     StartRetried,
+    LimitNotEnforced,
 ]
 
 EVENT_TYPES: dict[str, type[Event]] = {t.__name__: t for t in AnyEvent.__args__}  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from rl360.bus.connection import BusError
 ADMIN: Final = "admin"
 PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
     "scheduler": ("StepOpened", "StepClosed", "RolloutRequested", "RolloutAdmitted", "InfraFailed", "LateOutcome", "RunFinished"),
-    "runner": ("RolloutPhase", "VerifierResult", "InfraFailed", "FaultInjected", "StartRetried"),
+    "runner": ("RolloutPhase", "VerifierResult", "InfraFailed", "FaultInjected", "StartRetried", "LimitNotEnforced"),
     "session": ("SessionOpened", "SessionClosed", "TurnCompleted", "RoutingDelta"),
     "engine": ("EngineJoined",),
     "membership": ("EngineReady", "EngineLost", "EngineFenced"),

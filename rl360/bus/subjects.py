@@ -128,6 +128,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "StartRetried": ("session", "tries"),
     "WorkerGivenUp": ("worker", "resumed"),
     "JournalRewound": ("kept", "resumed"),
+    "LimitNotEnforced": ("node", "limit"),
 }
 """Fields that, with run, step and type, say which event this is. A redelivered fold makes the same id again."""
 

@@ -97,6 +97,8 @@ class RunView:
     version: int = -1
     restarts: Counter[str] = field(default_factory=Counter[str])
     rewound: list[ev.JournalRewound] = field(default_factory=list[ev.JournalRewound])
+    unenforced: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    """(node, limit) -> why."""
     late: int = 0
     last: float = 0.0
 
@@ -125,6 +127,8 @@ class RunView:
                 self.restarts[event.worker] += 1
             case ev.JournalRewound():
                 self.rewound.append(event)
+            case ev.LimitNotEnforced():
+                self.unenforced[event.node, event.limit] = event.why
             case ev.LateOutcome():
                 self.late += 1
             case _:

@@ -39,6 +39,7 @@ def lines(view: RunView, path: Path) -> list[str]:
         best = sum(s.metrics.best_cached for s in steps) / prompt
         out.append(f"prefix cache       {hit:.1%} of prompt tokens, best possible {best:.1%}")
     out += [f"journal lost its end  from {r.lost} to {r.kept} {' '.join(r.checkpoints)}".rstrip() for r in view.rewound]
+    out += [f"limit not enforced {limit} on {node}: {why}" for (node, limit), why in sorted(view.unenforced.items())]
     if view.restarts:
         out.append("restarts           " + ", ".join(f"{w} {n}" for w, n in view.restarts.items()))
     out += [

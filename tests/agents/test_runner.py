@@ -29,6 +29,7 @@ from rl360.bus.events import (
     Budgets,
     Cause,
     InfraFailed,
+    LimitNotEnforced,
     Phase,
     Purpose,
     RolloutAdmitted,
@@ -466,3 +467,11 @@ async def test_s15_a_runner_that_starts_again_does_not_stop_the_queues_clock(sta
     async with stage.running():
         failed = await stage.failed()
     assert (failed.boundary, failed.cause) == (Boundary.QUEUE, Cause.TIMEOUT)
+
+
+async def test_limits_that_a_node_does_not_enforce_are_an_event(stage: Stage) -> None:
+    async with stage.running(sandbox={"kind": "subprocess"}):
+        await stage.admit()
+        await stage.outcome()
+    (event,) = await stage.events(LimitNotEnforced)
+    assert event.limit == "all" and 'sandbox.kind = "bwrap"' in event.why

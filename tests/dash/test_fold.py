@@ -49,6 +49,14 @@ def test_plain_line_is_told_once_and_says_why_a_step_was_skipped() -> None:
     assert "skipped: no survivor" in said[0] and "sandbox/lost 1" in said[0] and "1.000 n=1" in said[0]
 
 
+def test_a_limit_that_is_not_enforced_is_told_at_the_end() -> None:
+    folded = view()
+    for seq in (900, 901):  # a runner that was started again says it again
+        folded.on(Recorded(seq, 11.0, ev.LimitNotEnforced(run="r", node="n/runner0", limit="disk", why="no loop devices")))
+    said = [said for said in summary.lines(folded, Path("r")) if "not enforced" in said]
+    assert said == ["limit not enforced disk on n/runner0: no loop devices"]
+
+
 def test_a_step_counts_once_it_trained_and_not_while_it_goes_on() -> None:
     """A run that is interrupted tells a step whose push was still due, and no mean over half a step."""
     trained = next(n for n, r in enumerate(records(), 1) if isinstance(r.event, ev.StepTrained))

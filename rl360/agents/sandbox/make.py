@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rl360.agents.sandbox.base import Limits, Sandbox
 from rl360.agents.sandbox.bwrap import BwrapSandbox
+from rl360.agents.sandbox.cgroups import WEAK_LIMITS
 from rl360.agents.sandbox.host import detect
 from rl360.agents.sandbox.leases import Lease
 from rl360.agents.sandbox.subprocess import SubprocessSandbox
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_LIMITS: Final = (
+    'sandbox.kind = "subprocess": agents run as this user, with this machine\'s files and network in reach and no limits; '
+    'set sandbox.kind = "bwrap"'
+)
+
 
 class SandboxMaker:
     """Makes the sandboxes of one lease, unstarted. Raises InfraError when this machine can't run the kind asked for."""
@@ -31,9 +37,7 @@ class SandboxMaker:
         self._host = detect() if section.kind == "bwrap" else None
         self._docker = _docker_maker(section.image, lease, run) if section.kind == "docker" else None
         if section.kind == "subprocess":
-            log.warning(
-                'sandbox.kind = "subprocess": agents run as this user, with this machine\'s files and network in reach and no limits'
-            )
+            log.warning("%s", NO_LIMITS)
 
     def make(
         self, name: str, number: int, task: Task, staged: Staged, timeout: float, read_only: Mapping[str, Path] | None = None
@@ -59,6 +63,14 @@ class SandboxMaker:
             network=task.network,
             verifier_network=task.verifier_network,
         )
+
+    def unenforced(self) -> dict[str, str]:
+        """Limits that this machine can't enforce: what, and why with the remedy."""
+        if self._docker is not None:
+            return self._docker.unenforced()
+        if self._host is None:
+            return {"all": NO_LIMITS}
+        return {} if self._host.hierarchy else {"memory, processes, cpu": WEAK_LIMITS}
 
     def close(self) -> None:
         """Remove what the sandboxes of this run shared on the machine, when no other runner uses it."""

@@ -65,18 +65,22 @@ def same_mounts(address: str) -> bool:
 def bound_container(engine: Engine, container: str, limit: int, seconds: float) -> None:
     """Let an unstarted container write `limit` bytes more in its layer, and as much in each volume that is not bounded yet.
 
-    Does nothing where this machine can't (`why_not`, which is told once). Raises OSError, and InfraError after `seconds`.
+    Does nothing where this machine can't (`unbounded`). Raises OSError, and InfraError after `seconds`.
     """
-    with engine.bounding:
-        if engine.bounds is None:
-            why = why_not(engine)
-            engine.bounds = not why
-            if why:
-                log.warning(UNBOUNDED, why)
     end = time.monotonic() + seconds
-    for folder in _folders(engine, container) if engine.bounds else ():
+    for folder in () if unbounded(engine) else _folders(engine, container):
         if not folder.is_mount():
             bound(folder, limit, end - time.monotonic())
+
+
+def unbounded(engine: Engine) -> str:
+    """`why_not` of an engine, tried once and told in the log."""
+    with engine.bounding:
+        if engine.unbounded is None:
+            engine.unbounded = why_not(engine)
+            if engine.unbounded:
+                log.warning(UNBOUNDED, engine.unbounded)
+        return engine.unbounded
 
 
 def why_not(engine: Engine) -> str:

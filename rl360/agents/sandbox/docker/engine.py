@@ -57,8 +57,8 @@ class Engine:
         self.here = same_mounts(address)
         """Whether the daemon sees what this process mounts."""
         self.bounding = threading.Lock()
-        self.bounds: bool | None = None
-        """Whether `bounded.py` can bound what a container writes; None: not tried yet."""
+        self.unbounded: str | None = None
+        """Why `bounded.py` can't bound what a container writes, "" when it can; None: not tried yet."""
         try:
             self.info: Mapping[str, Any] = self.api.info()
         except (self._sdk.errors.DockerException, OSError) as e:

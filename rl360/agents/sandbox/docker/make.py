@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl360.agents.outcomes import InfraError
 from rl360.agents.sandbox.base import Limits
+from rl360.agents.sandbox.docker.bounded import UNBOUNDED, unbounded
 from rl360.agents.sandbox.docker.engine import Engine, address
 from rl360.agents.sandbox.docker.images import BUILD_SECONDS, Images, Source
 from rl360.agents.sandbox.docker.sandbox import DockerSandbox
@@ -42,6 +43,11 @@ class DockerMaker:
             start_timeout=timeout,
             read_only=read_only,
         )
+
+    def unenforced(self) -> dict[str, str]:
+        """Limits that containers go without, and why."""
+        why = unbounded(self._engine)
+        return {"disk": UNBOUNDED % why} if why else {}
 
     def close(self) -> None:
         """End what is still being pulled or built for us."""
