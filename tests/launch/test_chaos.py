@@ -94,10 +94,10 @@ def test_what_is_lost_or_done_twice_is_named(events: list[ev.Event], wrong: dict
 @pytest.mark.timeout(400)
 def test_a_run_that_is_killed_in_parts_loses_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    argv = [sys.executable, "-m", "rl360", "chaos", str(ROOT / "recipes" / "chaos.toml"), "--kills", "3", "--seed", "3"]
-    argv += ["--dir", str(tmp_path / "runs"), "--json", str(report), "--set", "run.steps=2"]
+    argv = [sys.executable, "-m", "rl360", "chaos", str(ROOT / "recipes" / "chaos.toml"), "--kills", "4", "--seed", "3"]
+    argv += ["--dir", str(tmp_path / "runs"), "--json", str(report), "--set", "run.steps=3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert (found["kills"], found["lost"], found["double"], found["problems"]) == (3, 0, 0, 0)
-    assert len(found["struck"]) == 3 and found["attempts"] >= 64
+    assert (found["kills"], found["lost"], found["double"], found["problems"]) == (4, 0, 0, 0)
+    assert len(found["struck"]) == 4 and found["attempts"] >= 96

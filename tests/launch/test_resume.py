@@ -121,9 +121,10 @@ async def when(run: RunProcess, kind: type[ev.Event], step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_a_machine_crash_that_took_the_journals_end_is_said_and_made_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["sync", "one_step"])
+async def test_a_machine_crash_that_took_the_journals_end_is_said_and_made_good(tmp_path: Path, schedule: str) -> None:
     path, copy = tmp_path / "run", tmp_path / "older"
-    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=4")) as run:
+    async with running(path, RECIPE, "--dir", str(path), overrides=(*SMALL, "run.steps=4", f"run.schedule={schedule}")) as run:
         await when(run, ev.VerifierResult, 1)
         copy_store(run.pid_of("nats-server"), path / "nats" / "store", copy)
         await when(run, ev.StepTrained, 2)
@@ -146,7 +147,7 @@ async def test_a_machine_crash_that_took_the_journals_end_is_said_and_made_good(
 @pytest.mark.timeout(200)
 async def test_a_journal_that_is_rewound_under_a_live_run_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
     path, copy = tmp_path / "run", tmp_path / "older"
-    overrides = (*SMALL, "run.steps=3", "run.schedule=sync", "supervise.drain_seconds=3.0")
+    overrides = (*SMALL, "run.steps=3", "supervise.drain_seconds=3.0")
     async with running(path, RECIPE, "--dir", str(path), overrides=overrides) as run:
         await when(run, ev.VerifierResult, 0)
         copy_store(run.pid_of("nats-server"), path / "nats" / "store", copy)

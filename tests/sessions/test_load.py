@@ -19,7 +19,7 @@ async def test_case20_a_big_session_does_not_delay_a_small_one(make_rig: Any) ->
     rig = await make_rig(sessions=Sessions(max_body_mb=16), sampling=Sampling(max_new_tokens=64, context=2_000_000))
     await rig.open()
     await rig.open(SMALL)
-    text = "def f(x): return x + 1\n" * 20_000
+    text = "def f(x): return x + 1\n" * 40_000
     big = asyncio.create_task(rig.chat([{"role": "user", "content": text}]))
     messages: list[Any] = [USER]
     slowest, done = 0.0, 0
@@ -31,7 +31,7 @@ async def test_case20_a_big_session_does_not_delay_a_small_one(make_rig: Any) ->
         messages += [answer_of(body), USER]
     code, _ = await big
     assert code == 200
-    assert done >= 2, f"one waits for the big session: {done} small turns beside the big one, the slowest took {slowest:.2f} s"
+    assert done >= 5, f"{done} small turns beside the big one, the slowest took {slowest:.2f} s"
     turn = next(t for t in await rig.events(TurnCompleted) if t.session == SESSION)
     assert turn.prompt_ids.digest  # too big for the bus: in the blob store
     assert len(rig.ids(turn.prompt_ids)) == turn.prompt_tokens
