@@ -10,7 +10,7 @@ RECIPE ?= recipes/tiny.toml
 JOBS ?= 2
 PYTEST := $(PY) -m pytest tests -n $(JOBS)
 
-.PHONY: setup setup-dev run test check fast format schemas clean
+.PHONY: setup setup-dev run test fast slow check format schemas clean
 
 setup: $(STAMP)
 
@@ -28,17 +28,19 @@ $(STAMP) $(DEV_STAMP): pyproject.toml constraints.txt servers.txt
 run: setup
 	$(VENV)/bin/rl360 run $(RECIPE) $(ARGS)
 
-# Two processes when nothing is chosen: groups that tests of the trainer leave idle must not slow whole runs down.
-test:
+# Whole runs have a process of their own: groups that tests of the trainer leave idle would slow them down.
 ifeq ($(strip $(ARGS)),)
-	$(PYTEST) -m 'not slow'
-	$(PYTEST) -m slow
+test: fast slow
 else
+test:
 	$(PYTEST) $(ARGS)
 endif
 
 fast:
 	$(PYTEST) -m 'not slow'
+
+slow:
+	$(PYTEST) -m slow
 
 check:
 	$(VENV)/bin/ruff check .

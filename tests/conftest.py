@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import secrets
 import signal
@@ -61,22 +60,6 @@ class NatsServer:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return SideBySide(config, log)
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what is imported by now stays: no collection looks at it again
-
-
-_THREADS = 24
-"""More in a process are gloo's: a policy and its groups refer to each other, and each group wakes 100 times a second until collected."""
-
-
-@pytest.fixture(autouse=True)
-def idle_groups_end() -> Iterator[None]:
-    yield
-    if len(os.listdir("/proc/self/task")) > _THREADS:
-        gc.collect()
 
 
 @pytest.fixture(scope="session")
