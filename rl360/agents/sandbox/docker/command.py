@@ -64,12 +64,6 @@ class Held:
         end_in(self.pid, self.label)
 
 
-class Freed:
-    """Whether what is inside had to be killed for the daemon to answer."""
-
-    happened = False
-
-
 class Said:
     """What came out of the wrapper so far. Pure.
 
@@ -137,13 +131,13 @@ def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: s
             with link:
                 ended = follow(link, rest, deadline, said.feed, lambda: said.status is not None or said.total > FLOOD_LIMIT)
         except (OSError, engine.errors.DockerException):
-            if not freed.happened:
+            if not freed.is_set():
                 raise
             return ExecResult(_KILLED, "", False, timed_out=True)
     if said.status is not None:
         return ExecResult(said.status, text(said.output), said.total > OUTPUT_LIMIT)
     with _freed(held, _KILL_SECONDS):
-        if ended and not freed.happened:
+        if ended and not freed.is_set():
             _outlived(engine, held.container)
             return ExecResult(_ended(engine, made, 0.0), text(said.output), said.total > OUTPUT_LIMIT)
         flooded = said.total > FLOOD_LIMIT
@@ -156,12 +150,13 @@ def run(held: Held, command: str, timeout: float, env: Mapping[str, str], cwd: s
 
 
 @contextmanager
-def _freed(held: Held, seconds: float, held_up: Callable[[], bool] = lambda: True) -> Generator[Freed]:
-    """Kill what is inside after so many seconds, when what is waited for is then `held_up`."""
-    freed = Freed()
+def _freed(held: Held, seconds: float, held_up: Callable[[], bool] = lambda: True) -> Generator[threading.Event]:
+    """Kill what is inside after so many seconds, when what is waited for is then `held_up`; whether it was killed."""
+    freed = threading.Event()
 
     def free() -> None:
-        freed.happened = held_up() and held.kill_commands()
+        if held_up() and held.kill_commands():
+            freed.set()
 
     timer = threading.Timer(seconds, free)
     timer.daemon = True
