@@ -98,6 +98,7 @@ class Runner:
     def __init__(self, ctx: WorkerContext, shop: Shop, lives: Lives) -> None:
         self._ctx, self._shop, self._lives = ctx, shop, lives
         self._tasks: set[asyncio.Task[None]] = set()
+        self._here: set[str] = set()  # attempts that go on in this runner
 
     async def run(self) -> None:
         runners = self._ctx.config.runners
@@ -131,6 +132,11 @@ class Runner:
     async def _take(self, delivery: Delivery) -> None:
         admitted = delivery.recorded.event
         assert isinstance(admitted, RolloutAdmitted)
+        if admitted.attempt in self._here:
+            # Its beats were late. No second life beside the first: what acknowledges the first delivery ends this one too.
+            self._ctx.log.warning("%s: delivered again while it goes on here", admitted.attempt)
+            return
+        self._here.add(admitted.attempt)
         beats = asyncio.create_task(_beat(delivery))
         try:
             outcome = await self._outcome(admitted, delivery)
@@ -148,6 +154,7 @@ class Runner:
             # Not acknowledged: it is delivered again, and whoever gets it looks for the outcome first.
             self._ctx.log.error("%s: the outcome could not be recorded: %s", admitted.attempt, e)
         finally:
+            self._here.discard(admitted.attempt)
             beats.cancel()
 
     async def _outcome(self, admitted: RolloutAdmitted, delivery: Delivery) -> Outcome | None:

@@ -21,8 +21,10 @@ from rl360.agents.sandbox.base import LABEL
 from rl360.agents.sandbox.bwrap import BwrapSandbox
 from rl360.agents.sandbox.leases import labelled
 from rl360.agents.tasks import Task
+from rl360.bus import subjects
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
+from rl360.bus.connection import api
 from rl360.bus.events import (
     AgentEnd,
     Boundary,
@@ -160,6 +162,13 @@ class Stage:
                 assert isinstance(event, RolloutPhase)
                 if event.phase is phase and event.end is None and event.session.endswith(f".{life}"):
                     return
+
+    async def all_acknowledged(self) -> None:
+        """No delivery is open and none is to come."""
+        path = f"CONSUMER.INFO.{subjects.stream(self.bus.run)}.{runner.DURABLE}"
+        async with asyncio.timeout(20):
+            while (info := await api(self.bus.client, path))["num_ack_pending"] or info["num_pending"]:
+                await asyncio.sleep(0.05)
 
     def nothing_left(self) -> bool:
         assert labelled(f"{LABEL}=runner{self.index}-".encode()) == []
@@ -438,7 +447,36 @@ async def test_s16_a_server_that_forgets_what_it_gave_out_starts_no_second_life(
             outcome = await stage.verified()
         assert outcome.session == session_id(attempt, 1)
         assert session.opened == [session_id(attempt, 1)]
-    assert "goes on elsewhere" in caplog.text
+    assert "goes on here" in caplog.text
+
+
+async def test_s16_a_life_that_may_go_on_elsewhere_is_not_doubled(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """A consumer that forgot what it gave out gives this runner what another has."""
+    attempt = await stage.admit()
+    life = {"run": stage.bus.run, "step": 3, "attempt": attempt, "group": 1, "session": session_id(attempt, 1)}
+    await stage.bus.publish(SessionOpened(**life, template="t", sampling={}))
+    async with stage.running():
+        async with asyncio.timeout(20):
+            while "goes on elsewhere" not in caplog.text:
+                await asyncio.sleep(0.05)
+        done = InfraFailed(**life, boundary=Boundary.ENGINE, cause=Cause.LOST, exception="X")
+        await stage.bus.publish(done)
+        await stage.all_acknowledged()
+    assert await stage.events(VerifierResult, InfraFailed) == [done]
+    assert stage.session.opened == []
+
+
+async def test_s16_a_runner_whose_beats_are_late_starts_no_second_life(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "ACK_WAIT", 1.0)
+    monkeypatch.setattr(runner, "_BEAT", 60.0)
+    attempt = await stage.admit()
+    async with stage.running(agent={"script": ["sleep 3", SOLVE]}):
+        assert (await stage.verified()).session == session_id(attempt, 1)
+        await stage.all_acknowledged()
+    assert "goes on here" in caplog.text
+    assert stage.session.opened == [session_id(attempt, 1)]
 
 
 async def test_s16_a_life_is_one_runners(stage: Stage) -> None:
