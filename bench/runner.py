@@ -37,10 +37,11 @@ from rl360.agents.sandbox.make import SandboxMaker
 from rl360.agents.session import Sessions
 from rl360.agents.tasks import Task, load_task
 from rl360.bus import nats_server
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
 from rl360.bus.events import AgentEnd, Budgets, Purpose, RolloutAdmitted, attempt_id
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.child import Child
 from rl360.config import parse
 from rl360.ports import free_ports

@@ -27,9 +27,10 @@ import msgspec
 from aiohttp import web
 
 from rl360.bus import nats_server
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.child import Child
 from rl360.config import Config, Sampling
 from rl360.ports import free_ports

@@ -12,29 +12,16 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-import msgspec
 import nats
 import nats.errors
 from nats.aio.client import Client
 
-from rl360.errors import InputError
+from rl360.bus.address import BusAddress, BusError
 
 log = logging.getLogger(__name__)
 
 API_TIMEOUT: Final = 2.0  # seconds for one try
 _RETRY_DELAY: Final = 0.1
-
-
-class BusAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the bus is and who connects."""
-
-    url: str
-    user: str = ""
-    password: str = ""
-
-
-class BusError(InputError):
-    """The bus did not do what was asked within its deadline, or refused it."""
 
 
 class JetStreamError(BusError):

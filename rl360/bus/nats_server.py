@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from rl360.bus import subjects
-from rl360.bus.connection import BusError
+from rl360.bus.address import BusError
 
 ADMIN: Final = "admin"
 PUBLISHES: Final[dict[str, tuple[str, ...]]] = {

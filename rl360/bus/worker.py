@@ -15,30 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from rl360.bus import events as ev
 from rl360.bus import subjects
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
 from rl360.config import Config
-
-
-class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run's services listen; the same over restarts."""
-
-    nats: str
-    nats_monitor_port: int = 0
-    gateway: str = ""  # http URL
-    gateway_metrics_port: int = 0
-    sessions: tuple[str, ...] = ()  # http URLs
-
-
-class Secrets(msgspec.Struct, frozen=True, kw_only=True):
-    """`admin` opens sessions; a session's own key is derived from it. `nats` holds a password for each worker kind."""
-
-    admin: str
-    nats: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import msgspec
 from rl360.bus.blobs import BlobMissing
 from rl360.config import ConfigError
 from rl360.extras import MissingExtra
-from rl360.journal.stream import StreamSource
 from rl360.launch.journal_files import open_source, records
 from rl360.replay.compare import Comparison, compare
 from rl360.replay.comparison_text import comparison_lines, measured_line, reproduction_lines
@@ -82,6 +81,7 @@ def copy_into(path: Path, step: int, name: str, *, before: str) -> int:
 
 async def _copy(path: Path, step: int, name: str, before: str) -> int:
     from rl360.journal.namespace import copy_step
+    from rl360.journal.stream import StreamSource
 
     async with open_source(path) as source:
         if not isinstance(source, StreamSource):

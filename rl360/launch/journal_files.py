@@ -1,22 +1,26 @@
-"""The journal of a run's folder, after the run or during it. Imports little: who explains one step waits for it."""
+"""The journal of a run's folder, after the run or during it. Who explains one step waits for it, so the client of the bus is loaded
+while the server starts: each takes about as long as the other."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from rl360.bus import subjects
 from rl360.bus.blobs import BlobStore
-from rl360.bus.client import Bus
 from rl360.bus.codec import Recorded
-from rl360.bus.connection import api
 from rl360.config import ConfigError
 from rl360.journal.archive import ArchiveSource, is_archive
 from rl360.journal.source import Source
-from rl360.journal.stream import StreamSource
 from rl360.launch.rundir import RunDir
 from rl360.launch.stored import served
+
+if TYPE_CHECKING:
+    from rl360.bus.client import Bus
 
 
 @asynccontextmanager
@@ -32,16 +36,21 @@ async def open_source(path: Path, journal: str = "") -> AsyncGenerator[Source]:
             raise ConfigError(f"{path} is an imported archive: it has one journal, of run {config.run.name}")
         yield ArchiveSource(folder.path)
         return
-    async with (
-        served(folder) as address,
-        Bus.connect(address, journal or config.run.name, BlobStore(folder.path / "blobs"), name="reader") as bus,
-    ):
-        await require(bus, path)
-        yield StreamSource(bus, live=address.url == folder.addresses.nats)
+    Thread(target=import_module, args=("rl360.journal.stream",), daemon=True).start()
+    async with served(folder) as address:
+        from rl360.bus.client import Bus
+        from rl360.journal.stream import StreamSource
+
+        blobs = BlobStore(folder.path / "blobs")
+        async with Bus.connect(address, journal or config.run.name, blobs, name="reader") as bus:
+            await require(bus, path)
+            yield StreamSource(bus, live=address.url == folder.addresses.nats)
 
 
 async def require(bus: Bus, path: Path) -> None:
     """Raises ConfigError when the store of the run in `path` has no journal of the name that `bus` reads, and names those it has."""
+    from rl360.bus.connection import api
+
     prefix = subjects.stream("")
     known = await api(bus.client, "STREAM.NAMES")
     names = [n.removeprefix(prefix) for n in known.get("streams") or () if n.startswith(prefix) and not n.endswith("_DLQ")]

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from rl360.bus import nats_server
-from rl360.bus.worker import Addresses, Secrets
+from rl360.bus.address import Addresses, Secrets
 from rl360.config import Config, ConfigError
 from rl360.journal.archive import is_archive
 from rl360.ports import free_ports

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from rl360.bus import nats_server
-from rl360.bus.connection import BusAddress, BusError
+from rl360.bus.address import BusAddress, BusError
 from rl360.child import Child
 from rl360.config import ConfigError
 from rl360.launch.rundir import RunDir

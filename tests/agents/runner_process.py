@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from rl360.agents import runner
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus, BusAddress
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import parse
 
 

@@ -22,6 +22,7 @@ from rl360.agents.sandbox.bwrap import BwrapSandbox
 from rl360.agents.sandbox.leases import labelled
 from rl360.agents.tasks import Task
 from rl360.bus import subjects
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.connection import api
@@ -42,7 +43,7 @@ from rl360.bus.events import (
     attempt_id,
     session_id,
 )
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import parse
 from tests.agents.fake_session import SUBMIT, FakeSession, call, text, turns
 from tests.agents.harbor import make_task

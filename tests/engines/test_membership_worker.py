@@ -15,10 +15,11 @@ import nats.errors
 import pytest
 
 from rl360.bus import events as ev
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.blobs import BlobStore
 from rl360.bus.client import Bus
 from rl360.bus.connection import BusError
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import Config, Engine, Run
 from rl360.engines import gateway, membership_worker
 from rl360.engines.membership import Member, State

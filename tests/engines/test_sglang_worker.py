@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from rl360.bus import events as ev
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
 from rl360.bus.events import Cause
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import parse
 from rl360.engines.client import EngineError
 from rl360.engines.generation import Fenced

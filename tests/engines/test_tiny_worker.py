@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from rl360.bus import events as ev
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import parse
 from rl360.engines.generation import EngineLease
 from rl360.engines.tiny import worker

@@ -13,9 +13,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
 from rl360.bus.events import Event
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import Config, Engine, Policy, Sampling, Sessions
 from rl360.ports import free_ports
 from rl360.sessions import worker

@@ -12,8 +12,9 @@ import pytest
 
 from rl360.agents.tasks import TaskError
 from rl360.bus import events as ev
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import Config, parse
 from rl360.trainer import filter_worker, scheduler_worker
 from tests.trainer.world import failed

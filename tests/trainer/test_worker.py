@@ -17,8 +17,9 @@ import pytest
 
 from rl360.bus import events as ev
 from rl360.bus import sample as wire
+from rl360.bus.address import Addresses, Secrets
 from rl360.bus.client import Bus
-from rl360.bus.worker import Addresses, Secrets, WorkerContext
+from rl360.bus.worker import WorkerContext
 from rl360.config import Config, parse
 from rl360.trainer import checkpoints, crew_thread, worker
 from rl360.trainer.distributed import process_groups
