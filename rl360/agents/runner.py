@@ -97,8 +97,7 @@ class Runner:
 
     def __init__(self, ctx: WorkerContext, shop: Shop, lives: Lives) -> None:
         self._ctx, self._shop, self._lives = ctx, shop, lives
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._here: set[str] = set()  # attempts that go on in this runner
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by attempt
 
     async def run(self) -> None:
         runners = self._ctx.config.runners
@@ -112,31 +111,32 @@ class Runner:
         async with share:
             while not self._ctx.stop.is_set():
                 if len(self._tasks) >= runners.slots:
-                    await asyncio.wait(self._tasks, timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(self._tasks.values(), timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
                 elif delivery := await share.next(_POLL):
-                    task = asyncio.create_task(self._take(delivery))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(delivery)
             await self._drain()
+
+    def _begin(self, delivery: Delivery) -> None:
+        admitted = delivery.recorded.event
+        assert isinstance(admitted, RolloutAdmitted)
+        if admitted.attempt in self._tasks:
+            # Its beats were late. No second life beside the first: what acknowledges the first delivery ends this one too.
+            self._ctx.log.warning("%s: delivered again while it goes on here", admitted.attempt)
+            return
+        task = self._tasks[admitted.attempt] = asyncio.create_task(self._take(admitted, delivery))
+        task.add_done_callback(lambda _: self._tasks.pop(admitted.attempt))
 
     async def _drain(self) -> None:
         """Let attempts finish for a while, then cancel them: they are given back and start again elsewhere."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._ctx.config.supervise.drain_seconds * _FINISH_SHARE)
-        unfinished = tuple(self._tasks)
+            await asyncio.wait(self._tasks.values(), timeout=self._ctx.config.supervise.drain_seconds * _FINISH_SHARE)
+        unfinished = tuple(self._tasks.values())
         for task in unfinished:
             task.cancel()
         if unfinished:
             await asyncio.wait(unfinished, timeout=self._ctx.config.supervise.drain_seconds * (1 - _FINISH_SHARE))
 
-    async def _take(self, delivery: Delivery) -> None:
-        admitted = delivery.recorded.event
-        assert isinstance(admitted, RolloutAdmitted)
-        if admitted.attempt in self._here:
-            # Its beats were late. No second life beside the first: what acknowledges the first delivery ends this one too.
-            self._ctx.log.warning("%s: delivered again while it goes on here", admitted.attempt)
-            return
-        self._here.add(admitted.attempt)
+    async def _take(self, admitted: RolloutAdmitted, delivery: Delivery) -> None:
         beats = asyncio.create_task(_beat(delivery))
         try:
             outcome = await self._outcome(admitted, delivery)
@@ -154,7 +154,6 @@ class Runner:
             # Not acknowledged: it is delivered again, and whoever gets it looks for the outcome first.
             self._ctx.log.error("%s: the outcome could not be recorded: %s", admitted.attempt, e)
         finally:
-            self._here.discard(admitted.attempt)
             beats.cancel()
 
     async def _outcome(self, admitted: RolloutAdmitted, delivery: Delivery) -> Outcome | None:
